@@ -63,11 +63,10 @@ CONTEXT_TOKENS = setting(
 )  # 0: the endpoint's max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 try:
-    CHAT_EXTRA_BODY = json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}")
-    if not isinstance(CHAT_EXTRA_BODY, dict):
-        raise ValueError("not an object")
-except ValueError as error:
-    raise SystemExit(f"CHAT_EXTRA_BODY must be a JSON object: {error}") from None
+    CHAT_EXTRA_BODY = dict(json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}"))
+except (ValueError, TypeError):
+    raise SystemExit("CHAT_EXTRA_BODY must be a JSON object") from None
+MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_BODY = 1 << 20  # bytes of one request
 PING_AFTER = 15.0  # seconds of silence
 HEALTH_SECONDS = 5.0  # a look at the endpoint holds so long
@@ -429,7 +428,7 @@ class Service:
         self.looked = (0.0, "unreachable")  # when at the endpoint, and what was seen
         embed = self.embed if self.embedder else None
         self.memory = Memory(memory.DATA_DIR, self.complete, embed, EMBEDDING_MODEL)
-        self.turns: set[asyncio.Task[None]] = set()
+        self.turns: dict[asyncio.Task[None], tuple[str, UUID]] = {}  # user, session
 
     async def discover(self) -> str:
         """Return the chat model's name: as set, or the endpoint's first; learn its context's size."""
@@ -568,13 +567,14 @@ class Service:
         if not self.client:
             detail = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL for your own."
             raise HTTPException(503, detail)
-        queued = self.memory.queued(body.user_id, str(body.session_id))
-        if len(self.turns) >= MAX_CONCURRENT_TURNS or queued > memory.MAX_WAITING:
+        key = body.user_id, body.session_id
+        queued = list(self.turns.values()).count(key)
+        if len(self.turns) >= MAX_CONCURRENT_TURNS or queued > MAX_WAITING:
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
         events = Events()
         task = asyncio.create_task(self.run_turn(body, events))
-        self.turns.add(task)
-        task.add_done_callback(self.turns.discard)
+        self.turns[task] = key
+        task.add_done_callback(self.turns.pop)
         task.add_done_callback(events.close)
         return TurnResponse(events, task)
 

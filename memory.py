@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import faiss
 import numpy as np
@@ -102,7 +103,6 @@ OPEN_USERS = 1000  # held in memory
 MAX_LEARNERS = (
     1000  # users being learned or waiting for it in memory; others wait on disk
 )
-MAX_WAITING = 16  # turns waiting for one session
 NEAR = 0.92  # cosine above which two facts may be one
 
 log = logging.getLogger("memory")
@@ -279,112 +279,35 @@ async def held(path: Path) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        path.unlink(missing_ok=True)  # who waits for it sees that, and takes a new one
         os.close(lock)
 
 
 # --- Search ---
 
+faiss.omp_set_num_threads(1)  # waking threads took 3-7 ms, one short query takes 0.1
+KEYWORD = 3.0  # sigmas that a word held by one entry alone is worth
+GATE, FLOOR = 0.8, 0.45  # of the chance maximum, for the best entry and the others
+FEW = 8  # entries; fewer have no distribution to be judged by
 STOP_WORDS = frozenset(
-    [
-        "a",
-        "about",
-        "again",
-        "all",
-        "also",
-        "am",
-        "an",
-        "and",
-        "any",
-        "are",
-        "as",
-        "at",
-        "be",
-        "been",
-        "being",
-        "but",
-        "by",
-        "can",
-        "could",
-        "did",
-        "do",
-        "does",
-        "doing",
-        "for",
-        "from",
-        "had",
-        "has",
-        "have",
-        "he",
-        "her",
-        "hers",
-        "him",
-        "his",
-        "how",
-        "i",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "just",
-        "me",
-        "my",
-        "no",
-        "not",
-        "of",
-        "on",
-        "or",
-        "our",
-        "she",
-        "should",
-        "so",
-        "some",
-        "than",
-        "that",
-        "the",
-        "their",
-        "them",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "to",
-        "too",
-        "up",
-        "us",
-        "very",
-        "was",
-        "we",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "who",
-        "whom",
-        "whose",
-        "why",
-        "will",
-        "with",
-        "would",
-        "you",
-        "your",
-        "yours",
-        "tell",
-        "know",
-        "remember",
-        "please",
-        "user",
-        "s",
-        "t",
-    ]
+    re.findall(
+        r"\w+",
+        """a about am an and any are as at be been being but by can could d did do does doing
+        for from had has have having he her hers him his how i if in into is it its just ll m me
+        more most my no nor not of on or our ours re s she should so some such t than that the
+        their theirs them then there these they this those to too us ve very was we were what
+        when where which while who whom why will with would you your yours""",
+    )
 )
-# unicode61 takes a run of these for one word.
-UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f])")
-
+# Written without spaces between words, or (Korean) with endings: searched by pairs of letters.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
+    "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
+)
+WORD = re.compile(  # Hebrew's, Arabic's and Hindi's marks stand within words, yet are no \w
+    rf"{UNSPACED.pattern}+"
+    rf"|(?:(?!{UNSPACED.pattern})[\w\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0dff])+"
+)
 
 Entry = tuple[str, str, str, str]  # body, body before, body after, date in words
 
@@ -395,12 +318,37 @@ def session_hash(key: str) -> int:
     return int(hashlib.sha256(session_id.encode()).hexdigest()[:6], 16) if slash else 0
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", UNSPACED.sub(r" \1 ", text.casefold()))
+def folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
+
+
+def spaced(text: str) -> str:
+    """Return a text as FTS5 shall see it: unicode61 takes a run of Chinese letters for one word."""
+    return UNSPACED.sub(r" \g<0> ", folded(text))
+
+
+def match_any(query: str) -> str:
+    """Return the FTS5 expression: the query's words less stop words, quoted, joined by OR."""
+    found = WORD.findall(folded(query))
+    terms = [word for word in found if word not in STOP_WORDS] or found
+    pairs = [
+        [t[i : i + 2] for i in range(max(1, len(t) - 1))] if UNSPACED.match(t) else [t]
+        for t in terms
+    ]
+    terms = list(dict.fromkeys(part for parts in pairs for part in parts))
+    return " OR ".join(f'"{spaced(t)}"' for t in terms[:32] + terms[32:][-32:])
 
 
 class Index:
     """Hybrid search over one user's entries of one kind: FAISS for meaning, FTS5 for words.
+
+    Both sides are put on one scale, the evidence that an entry bears on a query:
+
+        evidence = (dense - its mean) / sigma + KEYWORD * bm25 / idf(one)
+
+    `sigma` is how far the cosines of the user's own entries lie apart, `idf(one)` is what
+    BM25 gives for a word that one entry alone holds: neither the order nor the cut
+    depends on how an embedding model scales its cosines. Figures: README, `.bench/`.
 
     A vector's id is a hash of its session, the model's name and the text: it can never
     stand for another text or model, and what is missing shows at once.
@@ -414,30 +362,32 @@ class Index:
         self.known: set[int] = set()  # vector ids in `dense`
         self.lock = (
             threading.RLock()
-        )  # neither FAISS nor one sqlite3 connection bears threads
-        self.table: sqlite3.Connection | None = None
+        )  # neither FAISS nor a sqlite3 connection bears threads
+        self.table: sqlite3.Connection | None = None  # made by the first search
+        self.scale: tuple[float, Any] | None = (
+            None  # sigma and mean; None after a change
+        )
 
     def vector_id(self, key: str, text: str) -> int:
-        """Return 24 bits of the session (0 for a fact) and 39 of the text."""
-        digest = hashlib.blake2b(f"{self.model}\0{text}".encode(), digest_size=8)
-        return session_hash(key) << 39 | int.from_bytes(digest.digest(), "big") >> 25
+        """Return 24 bits of the session (0 for a fact) and 39 of model and text."""
+        digest = hashlib.blake2b(
+            f"{self.model}\0{text}".encode(), digest_size=8
+        ).digest()
+        return session_hash(key) << 39 | int.from_bytes(digest, "big") >> 25
 
-    def sync(
-        self, entries: dict[str, Entry], old: dict[str, Entry] | None = None
-    ) -> None:
-        """Put entries in the place of the old ones (None: of all)."""
+    def sync(self, entries: dict[str, Entry], old: Iterable[str] | None = None) -> None:
+        """Put entries in the place of the old ones, given by key (None: of all)."""
         with self.lock:
-            for key in (self.entries if old is None else old).keys() - entries.keys():
+            for key in set(self.entries if old is None else old) - entries.keys():
                 self._remove(key)
             for key, entry in entries.items():
                 if self.entries.get(key) != entry:
                     self._remove(key, entry[0])
                     self.entries[key] = entry
                     self.keys.setdefault(self.vector_id(key, entry[0]), set()).add(key)
-                    if self.table:
-                        self._insert(key, entry)
+                    self._insert(key, entry)
 
-    def _remove(self, key: str, keep: str = "") -> None:
+    def _remove(self, key: str, kept_text: str = "") -> None:
         entry = self.entries.pop(key, None)
         if entry is None:
             return
@@ -445,14 +395,15 @@ class Index:
         self.keys[id].discard(key)
         if not self.keys[id]:
             del self.keys[id]
-            if entry[0] != keep:
+            if entry[0] != kept_text:
                 self.drop({id})
         if self.table:
             self.table.execute("DELETE FROM entries WHERE key = ?", [key])
 
     def _insert(self, key: str, entry: Entry) -> None:
-        spaced = [UNSPACED.sub(r" \1 ", text) for text in entry]
-        self.table.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", [key, *spaced])
+        if self.table:
+            row = [key, *map(spaced, entry)]
+            self.table.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", row)
 
     def missing(self) -> list[tuple[str, str]]:
         """Return key and text of the entries that have no vector, one for each text."""
@@ -477,6 +428,7 @@ class Index:
                 np.stack(list(new.values())), np.array(list(new), "int64")
             )
             self.known |= new.keys()
+            self.scale = None
             return True
 
     def drop(self, ids: set[int]) -> None:
@@ -484,43 +436,65 @@ class Index:
             if found := ids & self.known:
                 self.dense.remove_ids(np.array(list(found), "int64"))
                 self.known -= found
+                self.scale = None
 
     def dump(self) -> bytes | None:
+        """Return the vectors as FAISS writes them, and their SHA-256 behind."""
         with self.lock:
-            return self.dense and faiss.serialize_index(self.dense).tobytes()
+            if self.dense is None:
+                return None
+            content = faiss.serialize_index(self.dense).tobytes()
+        return content + hashlib.sha256(content).digest()
 
     def restore(self, content: bytes) -> None:
-        """Take the vectors of `dump` that belong to the entries.
+        """Take the vectors of a dump.
 
         Raises:
-            Damaged: It is no such index.
+            Damaged: It is none.
         """
-        try:
-            dense = faiss.deserialize_index(np.frombuffer(content, "uint8"))
-            ids = faiss.vector_to_array(dense.id_map)
-            rows = faiss.downcast_index(dense.index).reconstruct_n(0, dense.ntotal)
-        except (RuntimeError, AttributeError, AssertionError, MemoryError) as error:
-            raise Damaged("index") from error
-        self.add(dict(zip(ids.tolist(), rows)))
+        # Of a damaged file FAISS may believe a size, and kill the process.
+        if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+            raise Damaged("index")
+        dense = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
+        ids = faiss.vector_to_array(dense.id_map)
+        rows = faiss.downcast_index(dense.index).reconstruct_n(0, dense.ntotal)
+        self.add(dict(zip(ids.tolist(), rows, strict=True)))
 
-    def near(self, vector: np.ndarray, k: int = 5) -> list[tuple[str, float]]:
-        """Return the entries nearest to a vector, with their cosine."""
+    def near(self, vector: np.ndarray, least: float) -> set[str]:
+        """Return the entries whose cosine to a vector is above a bound."""
         with self.lock:
-            scores = self._dense(vector)
-            best = heapq.nlargest(k, scores.items(), key=lambda item: item[1])
-            return [(key, score) for key, score in best]
+            if not self.known or self.dense.d != len(vector):
+                return set()
+            _, _, ids = self.dense.range_search(vector[None], least)
+            return {key for id in ids.tolist() for key in self.keys.get(id, ())}
 
-    def _dense(self, vector: np.ndarray | None) -> dict[str, float]:
-        if vector is None or not self.known or self.dense.d != len(vector):
-            return {}
-        scores, ids = self.dense.search(vector[None], self.dense.ntotal)
-        return {
-            key: float(score)
-            for id, score in zip(ids[0].tolist(), scores[0])
-            for key in self.keys.get(id, ())
-        }
+    def search(
+        self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
+    ) -> list[tuple[str, float]]:
+        """Return at most k entries that bear on a query, best first, each with its score.
 
-    def _sparse(self, query: str) -> dict[str, float]:
+        With m = sqrt(2 ln n), what the best of n entries reaches by chance, a score is
+        evidence / (evidence + m), 0 to 1. The cut: nothing unless the best entry has
+        evidence 0.8 m, then whatever has 0.45 m.
+
+        Args:
+            vector: The query's, normalised; None: keywords alone.
+            cut: False for a plain ranking.
+        """
+        with self.lock:
+            found = self._dense(vector)
+            for key, score in self._keywords(query).items():
+                found[key] = found.get(key, 0.0) + KEYWORD * score
+            n = len(self.entries)
+        chance = math.sqrt(2 * math.log(max(2, n)))
+        best = heapq.nlargest(k, found.items(), key=lambda item: item[1])
+        if cut and n >= FEW and best:
+            least = FLOOR * chance if best[0][1] >= GATE * chance else math.inf
+            best = [(key, score) for key, score in best if score >= least]
+        return [(key, max(0.0, s) / (max(0.0, s) + chance)) for key, s in best]
+
+    def _keywords(self, query: str) -> dict[str, float]:
+        """Return BM25 by key, in words that one entry alone holds."""
         if self.table is None:
             self.table = sqlite3.connect(":memory:", check_same_thread=False)
             self.table.execute(
@@ -529,38 +503,42 @@ class Index:
             )
             for key, entry in self.entries.items():
                 self._insert(key, entry)
-        terms = [w for w in dict.fromkeys(words(query)) if w not in STOP_WORDS]
-        if not terms:
+        if not (match := match_any(query)):
             return {}
-        match = " OR ".join(f'"{term}"' for term in terms[:100])
+        # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
+        one = max(1e-6, math.log(max(1.0, (len(self.entries) - 0.5) / 1.5)))
         rows = self.table.execute(
-            "SELECT key, -bm25(entries, 0, 1.0, 0.5, 0.3, 1.0) FROM entries WHERE entries MATCH ?",
+            "SELECT key, -bm25(entries, 0, 1.0, 0.5, 0.3, 1.0) FROM entries"
+            " WHERE entries MATCH ?",
             [match],
         )
-        return dict(rows.fetchall())
+        return {key: score / one for key, score in rows}
 
-    def search(
-        self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
-    ) -> list[tuple[str, float]]:
-        """Return at most k entries that bear on a query, best first, with a score of 0 to 1.
+    def _dense(self, query: np.ndarray | None) -> dict[str, float]:
+        """Return how far each entry's cosine is above the mean, in sigmas."""
+        if query is None or not self.known or self.dense.d != len(query):
+            return {}
+        if self.scale is None:
+            self.scale = self._measure()
+        sigma, mean = self.scale
+        if not sigma:
+            return {}
+        # Less half of what the mean vector gives: entries near to everything ("Thanks!") sink.
+        _, cosines, ids = self.dense.range_search((query - mean / 2)[None], -4.0)
+        above = ((cosines - cosines.mean()) / sigma).tolist()
+        each = zip(ids.tolist(), above, strict=True)
+        return {key: score for id, score in each for key in self.keys.get(id, ())}
 
-        Dense cosine, min-max scaled over all entries, plus BM25 over its maximum, halved.
-
-        Args:
-            vector: The query's, normalised; None: keywords alone.
-            cut: Leave out what does not bear on the query, however few are left.
-        """
-        with self.lock:
-            dense, sparse = self._dense(vector), self._sparse(query)
-        low, high = (min(dense.values()), max(dense.values())) if dense else (0.0, 0.0)
-        top = max(sparse.values(), default=0.0)
-        scores = {
-            key: (dense.get(key, low) - low) / ((high - low) or 1) / 2
-            + sparse.get(key, 0.0) / (top or 1) / 2
-            for key in dense.keys() | sparse.keys()
-        }
-        best = heapq.nlargest(k, scores.items(), key=lambda item: item[1])
-        return best
+    def _measure(self) -> tuple[float, Any]:
+        sample = np.array(sorted(self.known & self.keys.keys())[:200], "int64")
+        if len(sample) < 3:
+            return 0.0, None
+        vectors = self.dense.reconstruct_batch(sample)
+        mean = vectors.mean(axis=0)
+        # Ids are hashes, so neighbours are random pairs. No matrix product: it wakes threads.
+        pairs = (np.roll(vectors, n, axis=0) for n in range(1, min(9, len(sample))))
+        cosines = [np.einsum("ij,ij->i", vectors, pair - mean / 2) for pair in pairs]
+        return float(np.std(cosines)), mean
 
 
 # --- One user's files ---
@@ -651,6 +629,7 @@ class User:
         self.woken = asyncio.Event()  # there is something to learn
         self.changing = asyncio.Lock()  # one transaction of this process at a time
         self.learner: asyncio.Task[None] | None = None
+        self.mending: asyncio.Task[None] | None = None
         self.holders = 0  # who must not lose this object to the LRU
 
     # Every read-change-write stands whole inside one thread call that holds the lock:
@@ -666,6 +645,8 @@ class User:
                 os.pwrite(lock, b"*\n", 0)
             yield lock
         finally:
+            if not self.folder.exists():
+                path.unlink(missing_ok=True)  # no trace of who is not here
             os.close(lock)
 
     def storage(self, file: str) -> AtomicStorage:
@@ -704,7 +685,8 @@ class User:
             state = None
         if state is None:  # lost: the facts are learned again from the transcripts
             mark_waiting(lock, "*")
-            state = State(name=self.state.name, created_at=uuid.uuid4().hex)
+            known = self.state  # a running turn holds on to created_at
+            state = State(known.name, known.created_at or uuid.uuid4().hex)
             self.storage("memory.json").write(state.tables())
         self.state = state
         return state
@@ -895,6 +877,7 @@ class User:
             return summary.get("summary", ""), turns
 
     def delete_session(self, session_id: str) -> None:
+        self.restore("turns.faiss", self.past)  # the other sessions' vectors stay
         with self.locked() as lock:
             state = self.load(lock).copy()
             found = [
@@ -913,9 +896,11 @@ class User:
             self.write(state)  # always: a learning of these turns must not commit
             (self.folder / "turns.faiss").unlink(missing_ok=True)
             fsync_folder(self.folder)
+            self.dirty = True
 
     def delete_facts(self, fact_id: str | None = None) -> None:
         """Delete one fact and its history, or all of them (and what waits to be learned)."""
+        self.restore("memory.faiss", self.facts)
         with self.locked() as lock:
             state = self.load(lock).copy()
             if fact_id is None:
@@ -1002,8 +987,13 @@ class User:
         with self.locked() as lock:
             for hit in hits:
                 session_id, _, turn = hit.partition("/")
-                turns, _ = self.recent(lock, session_id, max(0, int(turn) - 2))
-                near = [t for t in turns if abs(t["turn"] - int(turn)) <= 1]
+                at, parts = int(turn), self.parts(session_id)
+                places = {(at - 2) // PART_TURNS, at // PART_TURNS}
+                files = [
+                    parts[place] for place in sorted(places) if 0 <= place < len(parts)
+                ]
+                turns = [t for file in files for t in self.read_part(lock, file)[0]]
+                near = [t for t in turns if abs(t["turn"] - at) <= 1]
                 results.append((session_id, near))
         return results
 
@@ -1031,11 +1021,6 @@ class User:
             if vector is not None:
                 index = self.past if "/" in key else self.facts
                 self.dirty |= index.add({index.vector_id(key, text): vector})
-
-    def missing(self) -> list[tuple[str, str]]:
-        """Return key and text of what should have a vector and has none."""
-        self.sync_facts()
-        return self.facts.missing() + self.past.missing()
 
     def save(self) -> None:
         """Write the vectors: facts' that still stand, messages' of sessions that do."""
@@ -1466,7 +1451,7 @@ def content_words(text: str) -> list[str]:
     kept = "".join(
         c if unicodedata.category(c)[0] in "LMNS" or c in "#%@&" else " " for c in text
     )
-    kept = UNSPACED.sub(r" \1 ", kept)
+    kept = UNSPACED.sub(r" \g<0> ", kept)
     return [stem(word) for word in kept.split() if word not in LITTLE_WORDS]
 
 
@@ -1769,7 +1754,9 @@ class Memory:
         self.learning = asyncio.Semaphore(LEARN_CONCURRENCY)
         self.cache: OrderedDict[str, np.ndarray] = OrderedDict()  # text → vector
         self.embedding: dict[str, asyncio.Task[None]] = {}  # texts under way
-        self.sessions: dict[tuple[str, str], tuple[asyncio.Lock, list[int]]] = {}
+        self.locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = (
+            WeakValueDictionary()
+        )
         self.overflow = False  # users wait to be learned that have no task
         store = FactStore(self.users.__getitem__)
         self.mem0 = Mem0(store, CachedEmbedder(self.cache), FactHistory())
@@ -1790,7 +1777,6 @@ class Memory:
             await asyncio.sleep(QUIET / 4)
             late = time.monotonic() - QUIET
             for user in [u for u in self.users.values() if u.dirty and u.used < late]:
-                await self.embed_missing(user)
                 await asyncio.to_thread(user.save)
             if self.overflow and len(self.tasks) < MAX_LEARNERS:
                 await self.resume()
@@ -1853,11 +1839,6 @@ class Memory:
 
     # Turns
 
-    def queued(self, user_id: str, session_id: str) -> int:
-        """Return how many turns of a session run or wait."""
-        key = folder_name(normal_name(user_id))
-        return self.sessions.get((key, session_id), (None, [0]))[1][0]
-
     @asynccontextmanager
     async def turn(self, user_id: str, session_id: str) -> AsyncIterator["Turn"]:
         """Begin a turn of a session, after the turns before it, in this process and others.
@@ -1867,10 +1848,7 @@ class Memory:
         """
         name = normal_name(user_id)
         user = self.named(name)
-        lock, count = self.sessions.setdefault(
-            (user.key, session_id), (asyncio.Lock(), [0])
-        )
-        count[0] += 1
+        lock = self.locks.setdefault((user.key, session_id), asyncio.Lock())
         user.holders += 1
         try:
             async with lock, held(self.root / ".locks" / f"{user.key}.{session_id}"):
@@ -1885,10 +1863,7 @@ class Memory:
                         user.idle.set()
                     self.wake(user)
         finally:
-            count[0] -= 1
             user.holders -= 1
-            if not count[0]:
-                del self.sessions[user.key, session_id]
 
     # Embeddings
 
@@ -1915,10 +1890,11 @@ class Memory:
             # Models take some 512 tokens; servers refuse more, or cut.
             cut = [t.encode()[:1500].decode(errors="ignore") for t in texts]
             for text, vector in zip(texts, await self.embed(cut), strict=True):
-                vector = np.asarray(vector, "float32")
+                vector = np.asarray(vector, "float32").ravel()
                 norm = float(np.linalg.norm(vector))
-                if vector.ndim == 1 and 0 < norm < math.inf:
-                    self.cache[text] = vector / norm
+                # What has no direction counts as far from everything, and is not asked again.
+                usable = 0 < norm < math.inf
+                self.cache[text] = vector / norm if usable else np.zeros_like(vector)
             while len(self.cache) > 2000:
                 self.cache.popitem(last=False)
         except Exception:  # whatever the endpoint did: keywords serve
@@ -1936,6 +1912,8 @@ class Memory:
         text = EMBEDDING_QUERY_PREFIX + query
         vector = (await self.vectors([text], EMBEDDING_TIMEOUT)).get(text)
         found = await asyncio.to_thread(user.search, query, vector, k)
+        if vector is not None:
+            self.mend(user)
         return found, [] if vector is not None else ["embeddings"]
 
     # Learning
@@ -1969,13 +1947,13 @@ class Memory:
             OSError: The facts could not be written.
         """
         await asyncio.sleep(LEARN_DELAY)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEARN_PATIENCE):
-                await user.idle.wait()
         bad: Counter[tuple[str, int]] = Counter()  # answers, by turn
         pause = 1.0
         async with held(self.root / ".locks" / f"{user.key}.learn"):
             while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LEARN_PATIENCE):
+                        await user.idle.wait()
                 state, waiting = await asyncio.to_thread(user.begin_learning)
                 if not waiting:
                     break
@@ -2082,6 +2060,8 @@ class Memory:
 
         await self.transact(user, change)
         user.remember(said, vectors)
+        await asyncio.to_thread(user.sync_facts)
+        self.mend(user)
         await self.fold(user, {turn["session_id"] for turn in batch})
 
     async def transact(
@@ -2147,21 +2127,26 @@ class Memory:
                 await self.mem0.delete(twin["id"])
 
     def twin(
-        self, user: User, tx: Transaction, text: str, vector: np.ndarray | None
+        self,
+        user: User,
+        tx: Transaction,
+        text: str,
+        vector: np.ndarray | None,
+        but: str = "",
     ) -> Fact | None:
         """Return a fact that says the same: in the same words, or near and no word that matters differs."""
         for fact in tx.state.facts.values():
-            if letters(fact["text"]) == letters(text):
+            if letters(fact["text"]) == letters(text) and fact["id"] != but:
                 return fact
         if vector is None:
             return None
-        near = {key for key, cosine in user.facts.near(vector) if cosine > NEAR}
+        near = user.facts.near(vector, NEAR)
         near |= {
             fact["id"]
             for fact in tx.state.facts.values()
             if fact["text"] in tx.vectors and tx.vectors[fact["text"]] @ vector > NEAR
         }
-        facts = (tx.state.facts[id] for id in near if id in tx.state.facts)
+        facts = [tx.state.facts[id] for id in near - {but} if id in tx.state.facts]
         return next((fact for fact in facts if same_fact(fact["text"], text)), None)
 
     async def tidy(self, tx: Transaction) -> None:
@@ -2209,16 +2194,39 @@ class Memory:
             before, last = summary.get("turn", 0), old[-1]["turn"]
             await asyncio.to_thread(user.fold, session_id, before, text, last)
 
+    def mend(self, user: User) -> None:
+        """Embed in the background what has no vector: after a time-out or under a new model."""
+        if (
+            self.embed
+            and not user.mending
+            and (user.facts.missing() or user.past.missing())
+        ):
+            user.mending = self.spawn(self.embed_missing(user))
+
     async def embed_missing(self, user: User) -> None:
-        """Embed what has no vector: after a crash, a time-out, or under a new model."""
-        while self.embed and (missing := await asyncio.to_thread(user.missing)):
-            prefix = EMBEDDING_DOCUMENT_PREFIX
-            vectors = await self.vectors(
-                [prefix + text for _, text in missing[:64]], 60
-            )
-            if not vectors:
-                return
-            user.remember(missing[:64], vectors)
+        prefix = EMBEDDING_DOCUMENT_PREFIX
+        try:
+            while batch := (user.facts.missing() + user.past.missing())[:64]:
+                vectors = await self.vectors([prefix + text for _, text in batch], 60)
+                user.remember(batch, vectors)
+                if len(vectors) < len({text for _, text in batch}):
+                    return  # it is tried again with the next search or learning
+                ids = [key for key, _ in batch if "/" not in key]
+                await self.transact(user, lambda tx, ids=ids: self.merge(user, tx, ids))
+        except Forgotten:
+            pass
+        finally:
+            user.mending = None
+
+    async def merge(self, user: User, tx: Transaction, ids: list[str]) -> None:
+        """Make one of facts that turn out to be near-duplicates now that they have vectors."""
+        for id in ids:
+            fact = tx.state.facts.get(id)
+            vector = fact and self.cache.get(EMBEDDING_DOCUMENT_PREFIX + fact["text"])
+            twin = fact and self.twin(user, tx, fact["text"], vector, id)
+            if twin:
+                reinforce(tx, twin, fact["last_seen_at"], fact["frequency"])
+                await self.mem0.delete(id)
 
     # The user's own data
 
@@ -2402,10 +2410,12 @@ class Turn:
                 prefixed = EMBEDDING_DOCUMENT_PREFIX + text
                 vectors = await self.memory.vectors([prefixed], EMBEDDING_TIMEOUT)
 
-                async def change(tx: Transaction) -> None:
-                    await self.memory.operate(self.user, tx, operation, vectors)
-
-                await self.memory.transact(self.user, change)
+                await self.memory.transact(
+                    self.user,
+                    lambda tx, op=operation, found=vectors: self.memory.operate(
+                        self.user, tx, op, found
+                    ),
+                )
             verdict = {"item": text, "score": round(score, 2), "accepted": not reason}
             verdicts.append(verdict | ({"reason": reason} if reason else {}))
         return verdicts
