@@ -14,9 +14,11 @@ import hmac
 import json
 import logging
 import os
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -159,16 +161,27 @@ class TurnResponse(StreamingResponse):
 # --- The agent loop ---
 
 
-@dataclass
-class Call:
-    """A tool call as it grows in the stream."""
+def plan(steps: list[str]) -> str:
+    """Write down the steps that lead to the answer, 2 to 6, short, before anything else.
 
-    index: int | None
-    id: str
-    name: str = ""
-    text: str = ""  # of the arguments
-    task: asyncio.Task[tuple[bool, str]] | None = None
-    arguments: dict[str, Any] | None = None  # None: no JSON object
+    Call it again, with the steps that remain, only when a result shows that they must change.
+    """
+    return REASONING
+
+
+REASONING = """\
+Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
+PLAN_AS_JSON = 'Do not answer yet. Write the 2 to 6 short steps that lead to the answer, as JSON: {"steps": ["…"]}'
+PLAN_SCHEMA = {
+    "name": "plan",
+    "strict": True,
+    "schema": {
+        "type": "object",
+        "properties": {"steps": {"type": "array", "items": {"type": "string"}}},
+        "required": ["steps"],
+        "additionalProperties": False,
+    },
+}
 
 
 @dataclass
@@ -182,204 +195,341 @@ class Answer:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
-async def answer_turn(
-    service: "Service",
-    messages: list[Message],
-    functions: dict[str, Callable[..., Any]],
-    events: Events,
-    answer: Answer,
-) -> None:
-    """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
+@dataclass
+class Loop:
+    """One turn's rounds with the model."""
 
-    The last round may not call tools, so there is always an answer.
+    service: "Service"
+    messages: list[Message]
+    functions: dict[str, Callable[..., Any]]
+    events: Events
+    answer: Answer
+    steps: list[str] = field(default_factory=list)  # of the plan, as it stands
+    seen: Counter[str] = field(default_factory=Counter)  # calls, by name and arguments
 
-    Raises:
-        Failure: The endpoint gave no answer.
-    """
-    request = {
-        "messages": messages,
-        "tools": [tools.schema(f) for f in functions.values()],
-    }
-    seen: dict[str, int] = {}  # calls by name and arguments
-    forced = False
-    while True:
-        answer.rounds += 1
-        forced = forced or answer.rounds == MAX_ROUNDS > 1
-        extra = {"tool_choice": "none"} if forced else {}
-        answer.response = ""
-        calls = await run_round(
-            service, request | extra, functions, events, answer, seen
-        )
-        if not calls:
-            break
-        if forced:
+    async def run(self, reasoning: bool) -> None:
+        """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
+
+        The last may not call tools, so there is always an answer. With reasoning (ReAct,
+        Yao et al. 2210.03629) the first round is a forced call of `plan`.
+
+        Raises:
+            Failure: The endpoint gave no answer.
+        """
+        answer, last = self.answer, False
+        if reasoning and MAX_ROUNDS > 1:
+            self.functions = {"plan": plan, **self.functions}
+            await self.make_plan()
+        while True:
+            answer.rounds += 1
+            last = last or answer.rounds >= MAX_ROUNDS > 1
+            called = await self.round("none" if last else None)
+            if not called or last:
+                break
+            last = max(self.seen.values(), default=0) >= 3
+        if last and answer.finish_reason == "stop":
             answer.finish_reason = "max_rounds"
-            break
-        forced = any(count >= 3 for count in seen.values())
-    if forced and answer.finish_reason == "stop":
-        answer.finish_reason = "max_rounds"
-    if not answer.response.strip() and answer.finish_reason == "max_rounds":
-        answer.response = "I could not finish this within the rounds I have."
-        events.emit("token", round=answer.rounds, text=answer.response)
+        if last and not answer.response.strip():
+            answer.response = "I could not finish this within the rounds I have."
+            self.events.emit("token", round=answer.rounds, text=answer.response)
 
+    async def make_plan(self) -> None:
+        """Get a plan: by a forced call, else as JSON, else as text."""
+        self.answer.rounds = 1
+        if not self.service.refuses("tool_choice"):
+            try:
+                await self.round({"type": "function", "function": {"name": "plan"}})
+                return
+            except Failure as failure:
+                if not names(failure.__cause__, "tool_choice"):
+                    raise
+            self.service.refuse("tool_choice")
+        *before, last = self.messages
+        asked = {**last, "content": f"{last['content']}\n\n{PLAN_AS_JSON}"}
+        try:
+            text = await self.service.complete([*before, asked], PLAN_SCHEMA)
+        except Exception as error:
+            raise upstream_failure(error) from error
+        self.note_plan(steps_in(text))
+        self.messages += [
+            {"role": "assistant", "content": "\n".join(self.steps) or text},
+            {"role": "user", "content": self.reminder(REASONING)},
+        ]
 
-async def run_round(
-    service: "Service",
-    request: dict[str, Any],
-    functions: dict[str, Callable[..., Any]],
-    events: Events,
-    answer: Answer,
-    seen: dict[str, int],
-) -> list[Call]:
-    """Ask the model once and run what it calls; append both to the messages."""
-    number, calls = answer.rounds, []
-    finish_reason, done = None, False
-    may_call = request.get("tool_choice") != "none"
+    def note_plan(self, steps: list[str]) -> None:
+        self.steps = steps or self.steps
+        if steps:
+            self.events.emit("plan", round=self.answer.rounds, steps=steps)
 
-    def start(call: Call) -> None:
-        """Run a call whose arguments are complete, while the model may still write the next."""
-        if call.task or not may_call:
+    def reminder(self, text: str) -> str:
+        """Return a tool's result with what the model must know for the next round."""
+        if not self.steps:
+            return text
+        left = MAX_ROUNDS - self.answer.rounds
+        steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
+        return f"{text}\n\n[Steps: {steps} Rounds left: {left}]"
+
+    async def round(self, choice: Any = None) -> bool:
+        """Ask the model once and run what it calls; tell whether it called anything.
+
+        Args:
+            choice: `tool_choice`; "none" for an answer at last.
+        """
+        request = {"messages": self.messages}
+        request["tools"] = [tools.schema(f) for f in self.functions.values()]
+        if choice:
+            request["tool_choice"] = choice
+        reply = Reply(self, may_call=choice != "none", silent=isinstance(choice, dict))
+        self.answer.response = ""
+        try:
+            async for chunk in self.service.stream(request):
+                reply.take(chunk)
+                self.answer.response = reply.text
+            reply.end()
+            self.answer.response = reply.text
+            add_usage(self.answer, reply.usage)
+            length = reply.finish_reason == "length"
+            self.answer.finish_reason = "length" if length else "stop"
+            if not reply.calls or not reply.may_call:
+                if reply.silent:
+                    self.note_plan(steps_in(reply.text))
+                return False
+            if reply.text:
+                text = reply.text
+                self.events.emit("thought", round=self.answer.rounds, text=text)
+            results = await asyncio.gather(*(call.task for call in reply.calls))
+        finally:
+            running = [call.task for call in reply.calls if call.task]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        self.append(reply, results)
+        return True
+
+    def append(self, reply: "Reply", results: list[tuple[bool, str]]) -> None:
+        """Append a round to the messages, calls and results together."""
+        asked = []
+        for call in reply.calls:
+            # Written anew: a malformed string in the messages is refused for ever.
+            written = {"name": call.name, "arguments": json.dumps(call.arguments or {})}
+            asked.append({"id": call.id, "type": "function", "function": written})
+        content = reply.text or None
+        self.messages.append(
+            {"role": "assistant", "content": content, "tool_calls": asked}
+        )
+        for call, (ok, text) in zip(reply.calls, results, strict=True):
+            told = self.reminder(text) if call is reply.calls[-1] else text
+            self.messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": told}
+            )
+            row = {"name": call.name, "arguments": call.arguments or {}}
+            self.answer.tools.append({**row, "ok": ok, "content": text})
+
+    def start(self, call: "Call", cut: bool = False) -> None:
+        """Run a call that is complete, while the model may still write the next."""
+        if call.task:
             return
         call.arguments = parse_arguments(call.text)
         call.id = call.id or f"call_{uuid.uuid4().hex[:24]}"
-        events.emit(
-            "tool_call",
-            round=number,
-            id=call.id,
-            name=call.name,
-            arguments=call.arguments or {},
-        )
-        call.task = asyncio.create_task(run_tool(call, functions, events, number, seen))
-
-    try:
-        async for chunk in service.stream(request):
-            if chunk is DONE:
-                done = True
-                break
-            usage = chunk.get("usage")
-            if isinstance(usage, dict):
-                add_usage(answer, usage)
-            for choice in (chunk.get("choices") or [])[:1]:
-                delta = choice.get("delta") or {}
-                text = delta.get("content")
-                if isinstance(text, str) and text:
-                    answer.response += text
-                    events.emit("token", round=number, text=text)
-                for piece in delta.get("tool_calls") or []:
-                    call = place(piece, calls)
-                    for other in calls:
-                        if other is not call:
-                            start(other)
-                    if whole(call.text):
-                        start(call)
-                finish_reason = choice.get("finish_reason") or finish_reason
-        if not finish_reason and not done:
-            raise Failure("upstream_unavailable", "The model's answer broke off.")
-        calls = [call for call in calls if call.name]
-        for call in calls:
-            start(call)
-        if not may_call or not calls:
-            answer.finish_reason = "length" if finish_reason == "length" else "stop"
-            return calls
-        if answer.response:
-            events.emit("thought", round=number, text=answer.response)
-        results = await asyncio.gather(*(call.task for call in calls))
-    finally:
-        for call in calls:
-            if call.task:
-                call.task.cancel()
-        await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
-    asked = [
-        {
-            "id": call.id,
-            "type": "function",
-            # Written anew: a malformed string in the messages is refused for ever.
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments or {}),
-            },
-        }
-        for call in calls
-    ]
-    request["messages"].append(
-        {"role": "assistant", "content": answer.response or None, "tool_calls": asked}
-    )
-    for call, (ok, content) in zip(calls, results, strict=True):
-        request["messages"].append(
-            {"role": "tool", "tool_call_id": call.id, "content": content}
-        )
-        answer.tools.append(
-            {
+        if call.name != "plan" or "plan" not in self.functions:
+            shown = {
+                "id": call.id,
                 "name": call.name,
                 "arguments": call.arguments or {},
-                "ok": ok,
-                "content": content,
             }
-        )
-    return calls
+            self.events.emit("tool_call", round=self.answer.rounds, **shown)
+        call.task = asyncio.create_task(self.call(call, cut))
+
+    async def call(self, call: "Call", cut: bool) -> tuple[bool, str]:
+        number, began = self.answer.rounds, time.monotonic()
+        same = f"{call.name} {json.dumps(call.arguments, sort_keys=True)}"
+        self.seen[same] += 1
+        if cut and call.arguments is None:
+            ok, text = (
+                False,
+                "Error: the call was cut off by the length limit, nothing was run.",
+            )
+        elif self.seen[same] >= 3:
+            ok, text = False, "Error: the same call was made twice already. Answer now."
+        else:
+            arguments = call.arguments
+            ok, text = await tools.call_tool(
+                self.functions, call.name, arguments, TOOL_TIMEOUT
+            )
+        if call.name == "plan" and "plan" in self.functions:
+            self.note_plan(call.arguments["steps"] if ok else [])
+        else:
+            shown = {"id": call.id, "name": call.name, "ok": ok, "content": text}
+            ms = round((time.monotonic() - began) * 1000)
+            self.events.emit("tool_result", round=number, **shown, ms=ms)
+        return ok, text
 
 
-async def run_tool(
-    call: Call,
-    functions: dict[str, Callable[..., Any]],
-    events: Events,
-    number: int,
-    seen: dict[str, int],
-) -> tuple[bool, str]:
-    began = time.monotonic()
-    same = f"{call.name} {json.dumps(call.arguments, sort_keys=True)}"
-    seen[same] = seen.get(same, 0) + 1
-    if seen[same] >= 3:
-        ok, content = (
-            False,
-            "Error: this was called with the same arguments before; answer now.",
-        )
-    else:
-        ok, content = await tools.call_tool(
-            functions, call.name, call.arguments, TOOL_TIMEOUT
-        )
-    ms = round((time.monotonic() - began) * 1000)
-    events.emit(
-        "tool_result",
-        round=number,
-        id=call.id,
-        name=call.name,
-        ok=ok,
-        content=content,
-        ms=ms,
-    )
-    return ok, content
+def steps_in(text: str) -> list[str]:
+    """Return the steps of a plan written as JSON, or as lines."""
+    try:
+        steps = memory.parse_answer(text, "steps", list)
+    except ValueError:
+        steps = [
+            re.sub(r"^[\s\d.)*•-]+", "", line).strip() for line in text.splitlines()
+        ]
+    return [step for step in steps if isinstance(step, str) and step][:12]
 
 
-def place(piece: dict[str, Any], calls: list[Call]) -> Call:
-    """Add a piece of a tool call to the call it belongs to; pieces may lack index, id or name."""
-    function = piece.get("function") or {}
-    index, id, name = (
-        piece.get("index"),
-        piece.get("id") or "",
-        function.get("name") or "",
-    )
-    call = calls[-1] if calls else None
-    if index is not None:
-        call = next((c for c in reversed(calls) if c.index == index), None)
-    elif id:
-        call = next((c for c in calls if c.id == id), None)
-    elif name and call and call.name:
-        call = None
-    if call and id and call.id and id != call.id and name:
-        call = None  # every call under index 0
-    if call is None:
-        call = Call(index, id)
-        calls.append(call)
-    call.id = call.id or id
-    call.name = call.name or name
-    text = function.get("arguments")
-    call.text += text if isinstance(text, str) else json.dumps(text) if text else ""
-    return call
+def add_usage(answer: Answer, usage: dict[str, Any]) -> None:
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        if isinstance(usage.get(name), int):
+            answer.usage = answer.usage or {}
+            answer.usage[name] = answer.usage.get(name, 0) + usage[name]
 
 
-def whole(text: str) -> bool:
-    return text.rstrip().endswith("}") and bool(parse_arguments(text))
+# --- Reading a stream ---
+
+
+@dataclass
+class Call:
+    """A tool call as it grows in the stream."""
+
+    index: Any = None
+    id: str = ""
+    name: str = ""
+    text: str = ""  # of the arguments
+    arguments: dict[str, Any] | None = None  # None: no JSON object
+    task: asyncio.Task[tuple[bool, str]] | None = None
+
+
+class Reply:
+    """One answer of the model while it streams: text, thinking and calls told apart.
+
+    Servers differ in almost everything, so calls are what has come together, whatever
+    `finish_reason` says. Text that may become a call or a <think> tag is held back.
+    """
+
+    def __init__(self, loop: Loop, may_call: bool, silent: bool):
+        self.loop, self.may_call, self.silent = loop, may_call, silent
+        self.text = self.held = self.finish_reason = ""
+        self.state = "start"  # then "thinking" or "open"
+        self.calls: list[Call] = []
+        self.usage: dict[str, Any] = {}
+        self.done = False
+
+    def take(self, chunk: Any) -> None:
+        if chunk is DONE:
+            self.done = True
+        if not isinstance(chunk, dict):
+            return
+        self.usage = as_dict(chunk.get("usage")) or self.usage
+        choices = chunk.get("choices")
+        choice = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
+        delta = as_dict(choice.get("delta") or choice.get("message"))
+        self.think(delta.get("reasoning_content") or delta.get("reasoning"))
+        content = delta.get("content")
+        if isinstance(content, list):  # parts, as Mistral sends them
+            content = "".join(str(as_dict(part).get("text") or "") for part in content)
+        if isinstance(content, str) and content:
+            self.held += printable(content)
+            self.sort()
+        for piece in delta.get("tool_calls") or []:
+            self.place(as_dict(piece))
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def end(self) -> None:
+        """Decide on what was held back, and start the calls that are not running yet.
+
+        Raises:
+            Failure: The stream broke off.
+        """
+        if not self.finish_reason and not self.done:
+            raise Failure("upstream_unavailable", "The model's answer broke off.")
+        self.calls = [call for call in self.calls if call.name]
+        if self.state == "thinking":
+            self.think(self.held)
+        elif self.held:
+            written = calls_in_text(self.held, self.loop.functions)
+            if written and not self.calls:
+                self.calls = written
+            elif not written and not (
+                self.calls and may_be_call(self.held, self.loop.functions)
+            ):
+                self.say(self.held)
+        if self.may_call:
+            for call in self.calls:
+                self.loop.start(call, cut=self.finish_reason == "length")
+
+    def think(self, text: Any) -> None:
+        if isinstance(text, str) and text:
+            number = self.loop.answer.rounds
+            self.loop.events.emit("thinking", round=number, text=printable(text))
+
+    def say(self, text: str) -> None:
+        self.text += text
+        if not self.silent:
+            self.loop.events.emit("token", round=self.loop.answer.rounds, text=text)
+
+    def sort(self) -> None:
+        """Let go of the held text as far as it is clear what it is."""
+        if self.state == "thinking":
+            thought, tag, rest = self.held.partition("</think>")
+            keep = 0 if tag else tail_of("</think>", thought)
+            self.think(thought[: len(thought) - keep])
+            self.held = rest.lstrip() if tag else thought[len(thought) - keep :]
+            if tag:
+                self.state = "start"
+        if self.state == "start":
+            bare = self.held.lstrip()
+            if bare.startswith("<think>"):
+                self.state, self.held = "thinking", bare[7:]
+                return self.sort()
+            if "<think>".startswith(bare) or may_be_call(bare, self.loop.functions):
+                return None
+            self.state = "open"
+        if self.state == "open" and self.held:
+            self.say(self.held)
+            self.held = ""
+        return None
+
+    def place(self, piece: dict[str, Any]) -> None:
+        """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
+        function = as_dict(piece.get("function"))
+        index, id = piece.get("index"), str(piece.get("id") or "")
+        name, text = str(function.get("name") or ""), function.get("arguments")
+        call = self.calls[-1] if self.calls else None
+        if index is not None:
+            same = [c for c in self.calls if c.index == index]
+            call = same[-1] if same else None
+        elif id:
+            call = next((c for c in self.calls if c.id == id), None)
+        if call and name and call.name:
+            other = id and call.id and id != call.id
+            whole = not id and parse_arguments(call.text) is not None and call.text
+            if other or whole or name != call.name:
+                call = None  # every call under one index, or under none
+        if call is None:
+            for earlier in self.calls:
+                if self.may_call:
+                    self.loop.start(earlier)
+            call = Call(index)
+            self.calls.append(call)
+        call.id, call.name = call.id or id, call.name or name
+        call.text += text if isinstance(text, str) else json.dumps(text) if text else ""
+        if self.may_call and call.name and call.text.rstrip().endswith("}"):
+            if parse_arguments(call.text):
+                self.loop.start(call)
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def printable(text: str) -> str:
+    """Return a text that can be sent as UTF-8: a model's JSON may hold lone surrogates."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def tail_of(tag: str, text: str) -> int:
+    """Return how many characters at a text's end may be the beginning of a tag."""
+    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((n for n in sizes if text.endswith(tag[:n])), 0)
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
@@ -393,11 +543,53 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     )
 
 
-def add_usage(answer: Answer, usage: dict[str, Any]) -> None:
-    answer.usage = answer.usage or {}
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        if isinstance(usage.get(name), int):
-            answer.usage[name] = answer.usage.get(name, 0) + usage[name]
+CALL_MARKS = re.compile(
+    r"</?tool_calls?>|</?function_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>"
+)
+CALL_STARTS = tuple(  # without white space
+    f'{mark}{bracket}{{"{key}"'
+    for mark in ("", "<tool_call>", "<function_call>", "```", "```json", "```tool_call")
+    + ("[TOOL_CALLS]", "<|python_tag|>")
+    for bracket in ("", "[")
+    for key in (
+        "name",
+        "arguments",
+        "parameters",
+        "function",
+        "type",
+        "id",
+        "tool_calls",
+    )
+)
+
+
+def may_be_call(text: str, functions: Container[str]) -> bool:
+    """Tell whether a text that has just begun may become a call of a known tool."""
+    start = "".join(text[:200].split())
+    if not any(s.startswith(start) or start.startswith(s) for s in CALL_STARTS):
+        return False
+    named = re.search(r'"name"\s*:\s*"([^"]*)"', text)
+    return not named or named[1] in functions
+
+
+def calls_in_text(text: str, functions: Container[str]) -> list[Call]:
+    """Return the calls that a text consists of; none where it is anything else."""
+    text, calls, place = CALL_MARKS.sub(" ", text), [], 0
+    while match := re.compile(r"[\s,;]*(?=\S)").match(text, place):
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, match.end())
+        except (ValueError, RecursionError):
+            return []
+        value = as_dict(value).get("tool_calls", value)
+        for item in value if isinstance(value, list) else [value]:
+            item = as_dict(as_dict(item).get("function")) or as_dict(item)
+            arguments = item.get("arguments", item.get("parameters"))
+            known = isinstance(item.get("name"), str) and item["name"] in functions
+            if not known or not isinstance(arguments, dict | str | None):
+                return []
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(Call(name=item["name"], text=written))
+    return calls
 
 
 # --- The endpoint ---
@@ -425,6 +617,7 @@ class Service:
             self.embedder = self.client
         self.model, self.embedding_model = CHAT_MODEL, EMBEDDING_MODEL
         self.context_tokens = CONTEXT_TOKENS
+        self.refused: dict[str, float] = {}  # part of a request → monotonic seconds
         self.looked = (0.0, "unreachable")  # when at the endpoint, and what was seen
         embed = self.embed if self.embedder else None
         self.memory = Memory(memory.DATA_DIR, self.complete, embed, EMBEDDING_MODEL)
@@ -454,17 +647,17 @@ class Service:
         Raises:
             Failure: The endpoint refused, failed or fell silent.
         """
+        create = self.client.chat.completions.with_streaming_response.create
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+
+        async def send(request: dict[str, Any]) -> Any:
+            opening = create(**request, extra_body=CHAT_EXTRA_BODY)
+            return opening, await opening.__aenter__()
+
         try:
             async with asyncio.timeout(UPSTREAM_TIMEOUT):
                 model = await self.discover()
-                opening = self.client.chat.completions.with_streaming_response.create(
-                    model=model,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                    extra_body=CHAT_EXTRA_BODY,
-                    **request,
-                )
-                response = await opening.__aenter__()
+                opening, response = await self.adapt({"model": model, **request}, send)
         except Exception as error:
             raise upstream_failure(error) from error
         try:
@@ -504,26 +697,61 @@ class Service:
             ValueError: The endpoint refuses the request itself.
             openai.APIError: It gave no answer.
         """
-        model = MEMORY_MODEL or await self.discover()
-        formats = [
-            {"response_format": {"type": "json_schema", "json_schema": schema}},
-            {"response_format": {"type": "json_object"}},
-            {},
-        ]
-        for form in formats:
+        request = {
+            "model": MEMORY_MODEL or await self.discover(),
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 1500,
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        }
+
+        async def send(request: dict[str, Any]) -> Any:
+            return await self.client.chat.completions.create(
+                **request, extra_body=CHAT_EXTRA_BODY
+            )
+
+        try:
+            reply = await self.adapt(request, send)
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+            raise ValueError("the endpoint refuses the request") from error
+        return (reply.choices and reply.choices[0].message.content) or ""
+
+    # What an endpoint cannot do
+
+    async def adapt(self, request: dict[str, Any], send: Callable[..., Any]) -> Any:
+        """Send a request; where the endpoint's error names a part that it refuses, without that.
+
+        What works without a part is asked without it for ten minutes, of everybody. A
+        refusal that names none of the parts is the request's own fault, and teaches nothing.
+        """
+        left_out: list[str] = []
+        for part in PARTS:
+            if self.refuses(part):
+                request = without(request, part) or request
+        while True:
             try:
-                reply = await self.client.chat.completions.create(
-                    model=model,
-                    messages=messages,
-                    temperature=0,
-                    max_tokens=1500,
-                    extra_body=CHAT_EXTRA_BODY,
-                    **form,
-                )
-                return (reply.choices and reply.choices[0].message.content) or ""
+                reply = await send(request)
+                break
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                refused = error
-        raise ValueError("the endpoint refuses the request") from refused
+                less = {
+                    part: without(request, part) for part in PARTS if names(error, part)
+                }
+                part = next((part for part, smaller in less.items() if smaller), "")
+                if not part or too_long(error):
+                    raise
+                request = less[part]
+                left_out.append(part)
+        for part in left_out:
+            self.refuse(part)
+        return reply
+
+    def refuses(self, part: str) -> bool:
+        return time.monotonic() < self.refused.get(part, 0)
+
+    def refuse(self, part: str) -> None:
+        if not self.refuses(part):
+            log.warning("the endpoint refuses %s: left out for ten minutes", part)
+        self.refused[part] = time.monotonic() + 600
 
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
         """Return a vector for each text, by one request.
@@ -627,7 +855,8 @@ class Service:
                 "search_conversations": turn.search_conversations,
             }
             messages = await self.prompt(turn, text, functions, events)
-            await answer_turn(self, messages, functions, events, answer)
+            loop = Loop(self, messages, functions, events, answer)
+            await loop.run(bool(body.reasoning_mode))
         except asyncio.CancelledError:
             await to_the_end(save("interrupted"))
             raise
@@ -692,6 +921,21 @@ def decode_vector(value: Any) -> np.ndarray:
     return np.asarray(value, "float32")
 
 
+PARTS = {  # of a request → how errors name it
+    "stream_options": ("stream_options",),
+    "temperature": ("temperature",),
+    "max_tokens": ("max_tokens",),
+    "json_schema": (
+        "json_schema",
+        "response_format",
+        "guided",
+        "grammar",
+        "structured output",
+    ),
+    "json_object": ("json_object", "response_format"),
+    "tools": ("tools", "tool call", "tool choice", "tool_choice", "function call"),
+    "system": ("system",),
+}
 TOO_LONG = (
     "context_length",
     "context length",
@@ -701,26 +945,54 @@ TOO_LONG = (
 )
 
 
+def names(error: BaseException | None, part: str) -> bool:
+    """Tell whether an endpoint's refusal names a part of the request."""
+    refusal = isinstance(
+        error, openai.BadRequestError | openai.UnprocessableEntityError
+    )
+    words = PARTS.get(part, (part, part.replace("_", " ")))
+    return refusal and any(word in str(error).lower() for word in words)
+
+
+def without(request: dict[str, Any], part: str) -> dict[str, Any] | None:
+    """Return a request without a part; None where it has none or cannot do without."""
+    format_ = (request.get("response_format") or {}).get("type")
+    if part in ("json_schema", "json_object"):
+        if part != format_:
+            return None
+        less = {
+            name: value for name, value in request.items() if name != "response_format"
+        }
+        object_ = {"response_format": {"type": "json_object"}}
+        return less | object_ if part == "json_schema" else less
+    if part == "system":
+        first, *rest = request["messages"]
+        if first["role"] != "system" or not rest:
+            return None
+        merged = {**rest[0], "content": f"{first['content']}\n\n{rest[0]['content']}"}
+        return {**request, "messages": [merged, *rest[1:]]}
+    if part not in request or isinstance(request.get("tool_choice"), dict):
+        return None  # a forced call is not made by leaving the force out
+    gone = {part, "tool_choice"} if part == "tools" else {part}
+    return {name: value for name, value in request.items() if name not in gone}
+
+
+def too_long(error: Exception) -> bool:
+    return any(word in str(error).lower() for word in TOO_LONG)
+
+
 def upstream_failure(error: Exception) -> Failure:
     """Return what a client is told about an endpoint's failure, of whatever layer."""
-    if isinstance(
-        error, TimeoutError | openai.APITimeoutError | httpx2.TimeoutException
-    ):
-        return Failure(
-            "upstream_timeout", "The model's endpoint did not answer in time."
-        )
     status = getattr(error, "status_code", None)
-    if status == 408:
+    slow = TimeoutError | openai.APITimeoutError | httpx2.TimeoutException
+    if isinstance(error, slow) or status == 408:
         return Failure(
             "upstream_timeout", "The model's endpoint did not answer in time."
         )
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
-        if status in (400, 413, 422) and any(
-            word in str(error).lower() for word in TOO_LONG
-        ):
-            return Failure(
-                "context_too_long", "The conversation does not fit the model's context."
-            )
+        if status in (400, 413, 422) and too_long(error):
+            text = "The conversation does not fit the model's context."
+            return Failure("context_too_long", text)
         return Failure(
             "upstream_rejected", f"The model's endpoint refused the request ({status})."
         )

@@ -1,30 +1,22 @@
-"""Tools for a language model: plain functions, their schemas, one safe way to call them.
-
-`@tool` registers a function, `schema` describes it in OpenAI's format, `call_tool`
-runs it with the model's arguments. To add a tool, write a function at the end.
-"""
+"""Tools for a model. To add one, write a documented function under `@tool`, below."""
 
 import ast
 import asyncio
-import difflib
 import functools
 import inspect
 import json
 import logging
 import math
-import operator
 import re
 import zoneinfo
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from fractions import Fraction
-from typing import Annotated, Any
+from operator import add, floordiv, mod, mul, neg, pos, sub
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic import TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
-
 MAX_RESULT_CHARS = 8_000  # of one result, about 2,000 tokens
 
 # --- Registry ---
@@ -33,63 +25,41 @@ TOOLS: dict[str, Callable] = {}
 
 
 def tool(function: Callable) -> Callable:
-    """Offer a function to the model and return it unchanged.
-
-    Raises:
-        ValueError: No docstring, or a parameter without annotation or name (*args).
-    """
+    """Offer a function to the model; ValueError if undocumented, unannotated or *args."""
     TOOLS[schema(function)["function"]["name"]] = function
     return function
 
 
 def schema(function: Callable) -> dict[str, Any]:
     """Return the OpenAI tool schema of a function; one dict for all callers, read only."""
-    return _describe(function)[0]
+    return _describe(getattr(function, "__func__", function))[0]
 
 
+@functools.lru_cache(maxsize=256)  # a bound method as key would keep its object
 def _describe(function: Callable) -> tuple[dict[str, Any], TypeAdapter]:
-    # By __func__: the cache keeps no object alive that was made for one turn.
-    return _build(getattr(function, "__func__", function), inspect.ismethod(function))
-
-
-@functools.lru_cache(maxsize=256)
-def _build(function: Callable, bound: bool) -> tuple[dict[str, Any], TypeAdapter]:
     name, description = function.__name__, inspect.getdoc(function)
-    if not description:
-        raise ValueError(f"{name} needs a docstring: the model reads it")
     signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[bound:]
-    for p in parameters:
-        by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if not by_name or p.annotation is p.empty:
-            raise ValueError(f"{name}: '{p}' must be annotated and passed by name")
-
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    wrong = [p for p in parameters if p.annotation is p.empty or str(p)[0] == "*"]
+    if wrong or not description:
+        raise ValueError(f"{name} needs a docstring and annotated, named parameters")
     # Validated apart from the call, so that a ValidationError is never the tool's own.
-    @functools.wraps(function)
-    def collect(**arguments: Any) -> dict[str, Any]:
-        return arguments
-
+    collect = functools.wraps(function)(lambda **arguments: arguments)
     by_name = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
     collect.__signature__ = signature.replace(parameters=by_name)
     adapter = TypeAdapter(collect)
-    takes = adapter.json_schema(schema_generator=_Untitled)
+    takes = adapter.json_schema()
+    for parameter in takes["properties"].values():
+        parameter.pop("title", None)  # says "Timezone" beside timezone
     described = {"name": name, "description": description, "parameters": takes}
     return {"type": "function", "function": described}, adapter
-
-
-class _Untitled(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # "Timezone" beside "timezone" would cost tokens in each request
 
 
 # --- Calling ---
 
 
 async def call_tool(
-    functions: Mapping[str, Callable],
-    name: str,
-    arguments: dict[str, Any] | None,
-    timeout: float,
+    functions: Mapping[str, Callable], name: str, arguments: dict | None, timeout: float
 ) -> tuple[bool, str]:
     """Run one tool call; return whether it worked and the text for the model.
 
@@ -101,103 +71,104 @@ async def call_tool(
         timeout: Seconds. A synchronous tool's thread cannot be stopped and runs on.
     """
     try:
-        async with asyncio.timeout(timeout):
-            ok, text = await _run(functions, name, arguments)
-    except TimeoutError:  # ours: the tool's own ends in _run
-        ok, text = False, f"Error: {name} took longer than {timeout:g} s."
+        async with asyncio.timeout(timeout) as limit:
+            ok, text = True, await _run(functions, name, arguments)
+    except Exception as error:  # other people's code: whatever it is, the turn goes on
+        ok, text = False, f"Error: {str(error) or type(error).__name__}"[:2_500]
+        if limit.expired():  # else a TimeoutError is the tool's own
+            text = f"Error: {name} took longer than {timeout:g} s."
+        elif not isinstance(error, ValueError):  # which says that the model asked amiss
+            logger.exception("Tool %s failed", name)
     # Lone surrogates cannot be sent as UTF-8; UTF-16 also joins those that are a pair.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if len(text) > MAX_RESULT_CHARS:
-        note = f"\n[cut: {len(text)} characters in all]"
-        text = text[: MAX_RESULT_CHARS - len(note)] + note
-    return ok, text
+    note = f"\n[cut: {len(text)} characters in all]"
+    fits = len(text) <= MAX_RESULT_CHARS
+    return ok, text if fits else text[: MAX_RESULT_CHARS - len(note)] + note
 
 
-async def _run(
-    functions: Mapping[str, Callable], name: str, arguments: dict[str, Any] | None
-) -> tuple[bool, str]:
+async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> str:
     if name not in functions:
         names = ", ".join(functions)
-        return False, f"Error: there is no tool '{name[:64]}'; the tools are {names}."
+        raise ValueError(f"there is no tool '{name[:64]}'; the tools are {names}.")
     function = functions[name]
-    described, adapter = _describe(function)
+    described, adapter = _describe(getattr(function, "__func__", function))
     try:
         arguments = adapter.validate_python(arguments)
     except ValidationError as error:
-        return False, _explain(name, described["function"]["parameters"], error)
-    try:
-        if inspect.iscoroutinefunction(function):
-            result = await function(**arguments)
-        else:
-            # next() of a generator turns StopIteration, which would never end a
-            # future, into RuntimeError.
-            once = (function(**arguments) for _ in range(1))
-            result = await asyncio.to_thread(next, once)
-        if not isinstance(result, str):
-            result = json.dumps(result, ensure_ascii=False, default=str)
-        return True, result
-    except ValueError as error:  # how a tool says that the model asked amiss
-        reason = str(error)
-    except Exception as error:  # other people's code: whatever it is, the turn goes on
-        logger.exception("Tool %s failed", name)
-        reason = str(error) or type(error).__name__
-    return False, f"Error: {name} failed: {reason[:400]}"
-
-
-def _explain(name: str, parameters: dict[str, Any], error: ValidationError) -> str:
-    lines = [f"Error: the arguments do not fit {name}."]
-    for wrong in error.errors(include_url=False, include_input=False)[:8]:
-        if wrong["loc"]:  # empty if the arguments are no object
-            where = ".".join(map(str, wrong["loc"]))[:64]
-            lines.append(f"{where}: {wrong['msg'][:200]}")
-    fitting = json.dumps(parameters, ensure_ascii=False)[:2_000]
-    return "\n".join([*lines, f"One JSON object would fit: {fitting}"])
+        wrong = error.errors(include_url=False, include_input=False)[:8]
+        said = [": ".join(map(str, [*w["loc"], w["msg"]]))[:200] for w in wrong]
+        takes = json.dumps(described["function"]["parameters"], ensure_ascii=False)
+        raise ValueError("\n".join([*said, f"{name} takes JSON: {takes}"])) from None
+    # As a generator's, a StopIteration becomes an error that a future can hold.
+    once = (function(**arguments) for _ in range(1))
+    direct = inspect.iscoroutinefunction(function)
+    result = await (function(**arguments) if direct else asyncio.to_thread(next, once))
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 # --- The tools ---
 
-MAX_BITS = 3_400  # of an integer, about 1,000 digits
 SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**", "π": "pi"})
+OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
+OPERATORS |= {ast.Mod: mod, ast.USub: neg, ast.UAdd: pos}
+OPERATORS[ast.Div] = lambda a, b: a / b if a % b else a // b  # 2^100 / 2 stays exact
+# Those that could take for ever: the power is tried in floats, the others are bounded.
+OPERATORS[ast.Pow] = lambda a, b: float(a) ** b and a**b
+NAMES = "sqrt log log10 log2 exp sin cos tan asin acos atan atan2 radians degrees"
+FUNCTIONS = {name: getattr(math, name) for name in f"{NAMES} floor ceil gcd".split()}
+FUNCTIONS |= {"abs": abs, "min": min, "max": max}
+FUNCTIONS["factorial"] = lambda number: math.factorial(min(number, 171))
+FUNCTIONS["round"] = lambda x, digits=None: round(x, digits and max(digits, -400))
+# Factor, symbol, names (lower case fits any case, which is why B comes before b).
+UNITS = {
+    "length": """.001 mm | .01 cm | 1 m metre | 1000 km kilometre | .0254 in inch inches
+        | .3048 ft foot feet | .9144 yd yard | 1609.344 mi mile | 1852 nmi""",
+    "mass": """.001 mg | 1 g gram | 1000 kg kilogram | 1e6 t tonne | 6350.29318 st stone
+        | 28.349523125 oz ounce | 453.59237 lb pound""",
+    "temperature": "1 K k kelvin | 1 °C c celsius | .5555555555555556 °F f fahrenheit",
+    "volume": """1 ml | 1000 l litre | 1e6 m3 | 4.92892159375 tsp | 14.78676478125 tbsp
+        | 29.5735295625 fl_oz floz | 236.5882365 cup | 473.176473 pt pint
+        | 946.352946 qt quart | 3785.411784 gal gallon""",
+    "speed": "1 m/s | .2777777777777778 km/h kmh | .44704 mph | .5144444444444445 kn knot",
+    "data": """8 byte B | 8e3 kB KB | 8e6 MB | 8e9 GB | 8e12 TB | 8e15 PB | 8192 KiB
+        | 8388608 MiB | 8589934592 GiB | 8796093022208 TiB | 1 bit b | 1e3 kbit kb
+        | 1e6 Mbit Mb | 1e9 Gbit Gb""",
+}
 
 
 @tool
-def calculate(
-    expression: Annotated[str, Field(description="For example (2^10 - 1) / 3")],
-) -> str:
-    """Return the value of an arithmetic expression: integers exact, else 15 digits.
+def calculate(expression: str) -> str:
+    """Return the value of (2^10 - 1) / 3 or the like: integers exact, else 15 digits.
 
-    + - * / // % ^ and parentheses, pi, e, sqrt, log(x) (natural), log(x, base), log10,
-    log2, exp, sin, cos, tan, asin, acos, atan, atan2 (radians), radians, degrees, abs,
-    round, min, max, floor, ceil, factorial, gcd. No variables, no equations.
-    20% is 0.2, "15% of 80" is 12; % before a number or parenthesis is the remainder.
+    + - * / // % ^ ( ), pi, e, sqrt, log(x) or log(x, base), log10, log2, exp, sin, cos,
+    tan, asin, acos, atan, atan2 (radians), radians, degrees, abs, round, min, max,
+    floor, ceil, factorial, gcd. 20% is 0.2; 7 % 3 is the remainder; 15% of 80 is 12.
     """
-    if len(expression) > 500:  # which bounds the depth too
+    if len(expression) > 500:  # bounds the depth too
         raise ValueError("the expression is longer than 500 characters")
-    try:
-        value = _evaluate(ast.parse(_as_python(expression), mode="eval").body)
-    except (SyntaxError, LookupError, RecursionError, MemoryError):
-        fits = f"numbers, + - * / // % ^, pi, e, {', '.join(FUNCTIONS)}"
-        raise ValueError(f"not an arithmetic expression of {fits}") from None
-    except (ArithmeticError, TypeError) as error:
-        raise ValueError(f"no value: {error}") from None
-    return str(value) if isinstance(value, int) else f"{value + 0.0:.15g}"  # no "-0"
-
-
-def _as_python(expression: str) -> str:
-    text = " ".join(expression.lower().replace("math.", "").split()).strip("=? ")
-    text = re.sub(r"%\s*of\b", "% *", text.translate(SIGNS))
+    text = expression.lower().replace("math.", "").translate(SIGNS)
+    text = re.sub(r"%\s*of\b", "% *", " ".join(text.split()).strip("=? "))
     if not re.search(r"[a-z]\w* ?\(", text):  # in a call, commas separate arguments
         thousands = r"(?<![\w.,])\d{1,3}(,\d{3})+(?![\w,])"
         text = re.sub(thousands, lambda match: match[0].replace(",", ""), text)
-    return re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text)
+    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text)
+    try:
+        value = _evaluate(ast.parse(text, mode="eval").body)
+    except (ArithmeticError, LookupError, SyntaxError, TypeError) as error:
+        raise ValueError(f"no value: {type(error).__name__}: {error}") from None
+    except (MemoryError, RecursionError):
+        raise ValueError("the expression is nested too deeply") from None
+    return str(value) if isinstance(value, int) else f"{value + 0.0:.15g}"  # no "-0"
 
 
 def _evaluate(node: ast.AST) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as value):
             pass
-        case ast.Name(id=name):
-            value = {"pi": math.pi, "e": math.e}[name]
+        case ast.Name(id="pi" | "e" as name):
+            value = getattr(math, name)
         case ast.UnaryOp(op=op, operand=operand):
             value = OPERATORS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right):
@@ -205,45 +176,15 @@ def _evaluate(node: ast.AST) -> int | float:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             value = FUNCTIONS[name](*map(_evaluate, arguments))
         case _:
-            raise SyntaxError
-    # Operands are bounded here, so that only powers and factorials look ahead.
-    whole = isinstance(value, int)
-    if value.bit_length() > MAX_BITS if whole else not math.isfinite(value):
+            raise SyntaxError(f"{type(node).__name__} is not arithmetic")
+    if not math.isfinite(value):  # which itself raises beyond 1e308
         raise OverflowError("too large")
     return value
 
 
-def _divide(a: float, b: float) -> int | float:
-    return a // b if a % b == 0 else a / b  # 2^100 / 2 stays whole
-
-
-def _power(base: float, exponent: float) -> int | float:
-    whole = isinstance(base, int) and isinstance(exponent, int)
-    if whole and (base.bit_length() - 1) * exponent > MAX_BITS:
-        raise OverflowError("too large")
-    return base**exponent
-
-
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-OPERATORS |= {ast.Div: _divide, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
-OPERATORS |= {ast.Pow: _power, ast.USub: operator.neg, ast.UAdd: operator.pos}
-NAMES = "sqrt log log10 log2 exp sin cos tan asin acos atan atan2 radians degrees"
-FUNCTIONS = {name: getattr(math, name) for name in f"{NAMES} floor ceil gcd".split()}
-FUNCTIONS |= {
-    "abs": abs,
-    "min": min,
-    "max": max,
-    # Bounded: 1000! is too large, and no number here has more digits than 1100.
-    "round": lambda x, digits=None: round(x, digits and max(digits, -1_100)),
-    "factorial": lambda number: math.factorial(min(number, 1_000)),
-}
-
-
 @tool
-def current_time(
-    timezone: Annotated[str, Field(description="IANA name such as Asia/Tokyo")] = "UTC",
-) -> str:
-    """Return the present date, time, weekday and ISO week in a time zone.
+def current_time(timezone: str = "UTC") -> str:
+    """Return date, time, weekday and ISO week now, in a time zone such as Asia/Tokyo.
 
     For example 2026-11-21T22:10:29+00:00 (Saturday, week 47). Not for other moments.
     """
@@ -251,72 +192,39 @@ def current_time(
     zones = {zone.casefold(): zone for zone in zoneinfo.available_timezones()}
     wanted = timezone[:64].strip().replace(" ", "_").casefold()
     if wanted != "utc" and wanted not in zones:
-        near = [zone for zone in zones if zone.endswith(f"/{wanted}")]
-        near = near or difflib.get_close_matches(wanted, zones)
-        hint = " or ".join([*sorted(zones[key] for key in near), "UTC"])
-        raise ValueError(f"unknown time zone '{timezone[:64]}'; did you mean {hint}?")
+        raise ValueError(f"'{timezone[:64]}' is no IANA time zone such as Asia/Tokyo")
     now = datetime.now(UTC if wanted == "utc" else zoneinfo.ZoneInfo(zones[wanted]))
     return f"{now.isoformat(timespec='seconds')} ({now:%A}, week {now:%V})"
 
 
 @tool
-def convert_units(
-    value: Annotated[float, Field(ge=-1e99, le=1e99, allow_inf_nan=False)],
-    from_unit: Annotated[str, Field(description="Symbol or name, such as km/h")],
-    to_unit: Annotated[str, Field(description="Symbol or name of the same kind")],
-) -> str:
-    """Return a quantity in another unit, to 9 digits, such as 5 km = 3.10685596 mi.
+def convert_units(value: float, from_unit: str, to_unit: str) -> str:
+    """Return a quantity in another unit, such as 5 km = 3.106855961187 mi.
 
-    Length, mass, temperature, volume (US), speed, data (SI kB, IEC KiB, Mbit).
+    mm cm m km in ft yd mi nmi, mg g kg t oz lb st, °C °F K, ml l m3 tsp tbsp cup fl_oz
+    pt qt gal, m/s km/h mph kn; exactly so: bit kbit Mbit Gbit byte kB MB GB TB PB KiB
+    MiB GiB TiB.
     """
-    (kind, symbol, factor), (to_kind, to_symbol, to_factor) = map(
-        _unit, (from_unit, to_unit)
-    )
+    kind, symbol, factor, zero = _unit(from_unit)
+    to_kind, to_symbol, to_factor, to_zero = _unit(to_unit)
     if kind != to_kind:
         raise ValueError(f"{symbol} is {kind}, but {to_symbol} is {to_kind}")
-    # Fractions, for 1 ft is 12 in, not 12.000000000000002, and 32 °F exactly 0 °C.
-    base = (Fraction(str(value)) + ZEROS.get(symbol, 0)) * factor
-    if kind == "temperature" and base < 0:
-        raise ValueError(f"{value:g} {symbol} is below absolute zero")
-    result = float(base / to_factor - ZEROS.get(to_symbol, 0))
-    digits = 15 if result.is_integer() else 9
-    return f"{value:.15g} {symbol} = {result:.{digits}g} {to_symbol}"
+    base = (value + zero) * factor
+    if not abs(value) < 1e99 or kind == "temperature" and base < 0:
+        raise ValueError(f"{value:g} {symbol} is out of range")
+    result = base / to_factor
+    if to_zero:  # 32 °F is 0 °C, not 5.7e-14
+        result = round(result - to_zero, 9) + 0.0
+    return f"{value:.13g} {symbol} = {result:.13g} {to_symbol}"
 
 
-def _unit(name: str) -> tuple[str, str, Fraction]:
+def _unit(name: str) -> tuple[str, str, float, float]:
     key = re.sub(r"(?i)degrees?|[\s°^._-]", "", name[:64]).replace("³", "3")
-    key = key.replace("meter", "metre").replace("liter", "litre")
-    unit = UNITS.get(key) or UNITS.get(key.lower())
-    if not unit:
-        known = " ".join(dict.fromkeys(symbol for _, symbol, _ in UNITS.values()))
-        raise ValueError(f"'{name[:64]}' is not one of the units {known}")
-    return unit
-
-
-# Of each kind: factor to its base unit, symbol, other names without spaces. Data is
-# the kind in which case matters (MB is 8 Mb), elsewhere lower case is understood.
-UNIT_TABLE = {
-    "length": """0.001 mm millimetre | 0.01 cm centimetre | 1 m metre | 1000 km kilometre
-        | 0.0254 in inch inches | 0.3048 ft foot feet | 0.9144 yd yard | 1609.344 mi mile
-        | 1852 nmi nauticalmile""",
-    "mass": """0.001 mg milligram | 1 g gram | 1000 kg kilogram | 1e6 t tonne
-        | 28.349523125 oz ounce | 453.59237 lb pound | 6350.29318 st stone""",
-    "temperature": "1 K k kelvin | 1 °C C c celsius | 5/9 °F F f fahrenheit",
-    "volume": """0.001 ml millilitre | 1 l litre | 1000 m3 cubicmetre | 0.2365882365 cup
-        | 0.00492892159375 tsp teaspoon | 0.01478676478125 tbsp tablespoon
-        | 0.0295735295625 fl_oz floz fluidounce | 0.473176473 pt pint
-        | 0.946352946 qt quart | 3.785411784 gal gallon""",
-    "speed": "1 m/s | 5/18 km/h kmh kph | 0.44704 mph | 1852/3600 kn knot",
-    "data": """1 bit b | 8 byte B | 8e3 kB KB kilobyte | 8e6 MB megabyte
-        | 8e9 GB gigabyte | 8e12 TB terabyte | 8e15 PB petabyte | 8192 KiB kibibyte
-        | 8388608 MiB mebibyte | 8589934592 GiB gibibyte | 8796093022208 TiB tebibyte
-        | 1e3 kbit kb kilobit | 1e6 Mbit Mb megabit | 1e9 Gbit Gb gigabit""",
-}
-ZEROS = {"°C": Fraction("273.15"), "°F": Fraction("459.67")}  # above absolute zero
-UNITS = {
-    key: (kind, row.split()[1], Fraction(row.split()[0]))
-    for kind, rows in UNIT_TABLE.items()
-    for row in rows.split("|")
-    for name in row.split()[1:]
-    for key in (name, name + "s")
-}
+    key = re.sub(r"(met|lit)er", r"\1re", key)
+    spellings = {key, key.lower(), key.lower().removesuffix("s")}
+    for kind, rows in UNITS.items():
+        for factor, symbol, *names in map(str.split, rows.split("|")):
+            if spellings & {symbol, *names}:
+                zero = {"°C": 273.15, "°F": 459.67}.get(symbol, 0.0)
+                return kind, symbol, float(factor), zero
+    raise ValueError(f"'{name[:64]}' is not a unit that the description lists")
