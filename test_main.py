@@ -6,17 +6,26 @@ the README's `curl` lines work where no model is at hand.
 
 import asyncio
 import base64
+import gc
 import hashlib
+import hmac
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+import unicodedata
 import uuid
+import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 if __name__ == "__main__" or "DATA_DIR" not in os.environ:
@@ -30,6 +39,8 @@ import numpy as np
 import pytest
 import uvicorn
 from tinydb import TinyDB
+
+import tools
 
 # --- The stand-in endpoint ---
 
@@ -355,14 +366,24 @@ def hints(request):
     return block
 
 
+@pytest.fixture(scope="session")
+def endpoint():
+    """A real server; what answers is put into its `app` by each test."""
+
+    async def app(scope, receive, send):
+        await endpoint.app(scope, receive, send)
+
+    with Server(app, lifespan="off") as endpoint:
+        yield endpoint
+
+
 @pytest.fixture
-def model():
-    stand_in = StandIn()
-    with Server(stand_in) as server:
-        stand_in.url = server.url + "/v1"
-        yield stand_in
-        stand_in.gate.set()
-        stand_in.hold_learning.set()
+def model(endpoint):
+    endpoint.app = stand_in = StandIn()
+    stand_in.url = endpoint.url + "/v1"
+    yield stand_in
+    stand_in.gate.set()
+    stand_in.hold_learning.set()
 
 
 @pytest.fixture
@@ -431,6 +452,1361 @@ def test_the_story_of_shram_and_magnet(chat, model):
     assert "Magnet" not in hints(model.requests[-1])
     assert chat.facts() == ["User uses Shram as a productivity tool."]
     assert [f["text"] for f in chat.tables("memory.json")["facts"]] == chat.facts()
+
+
+# --- Helpers ---
+
+
+def in_background(function, *arguments, **options):
+    """Call a function in a thread; return the Future of its result."""
+    return ThreadPoolExecutor(1).submit(function, *arguments, **options)
+
+
+@contextmanager
+def streamed(chat, message, session=A, user="ann"):
+    """Yield the events of a turn as they come; leaving the block leaves the stream."""
+    body = {"user_id": user, "session_id": session, "message": message}
+    with chat.http.stream("POST", "/chat", json=body) as reply:
+        yield (json.loads(line) for line in reply.iter_lines())
+
+
+def until(events, type):
+    """Take events up to the first of a type, and return that."""
+    return next(event for event in events if event["type"] == type)
+
+
+def files(folder):
+    """Return the names of all files and folders below one."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture
+def closed_port():
+    """Return the URL of a port that refuses connections."""
+    with socket.socket() as taken:  # bound but not listening: nobody else gets it
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+
+
+@pytest.fixture
+def silent_port():
+    """Return the URL of a server that takes connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+# --- What comes in ---
+
+GOOD = {"user_id": "ann", "session_id": A, "message": "Hi!"}
+BAD_BODIES = {
+    "no user": {"session_id": A, "message": "Hi!"},
+    "no session": {"user_id": "ann", "message": "Hi!"},
+    "no message": {"user_id": "ann", "session_id": A},
+    "empty user": GOOD | {"user_id": ""},
+    "user of spaces": GOOD | {"user_id": " \t "},
+    "user of 129 characters": GOOD | {"user_id": "a" * 129},
+    "slash in user": GOOD | {"user_id": "ann/bob"},
+    "backslash in user": GOOD | {"user_id": "ann\\bob"},
+    "NUL in user": GOOD | {"user_id": "ann\0"},
+    "newline in user": GOOD | {"user_id": "ann\nbob"},
+    "C1 control in user": GOOD | {"user_id": "ann\x85bob"},
+    # BUG: 500, FastAPI's answer repeats the input, which is no UTF-8.
+    "lone surrogate in user": GOOD | {"user_id": "ann\ud800"},
+    "user of one dot": GOOD | {"user_id": "."},
+    "user of two dots": GOOD | {"user_id": ".."},
+    "user of dots and spaces": GOOD | {"user_id": " ... "},
+    "user is a number": GOOD | {"user_id": 7},
+    "user is null": GOOD | {"user_id": None},
+    "session is no UUID": GOOD | {"session_id": "../../etc/passwd"},
+    # BUG: 500, FastAPI's answer repeats the input, and NaN is no JSON.
+    "session is not a number": GOOD | {"session_id": float("nan")},
+    "session is null": GOOD | {"session_id": None},
+    "empty message": GOOD | {"message": ""},
+    "message of 32,001 characters": GOOD | {"message": "a" * 32_001},
+    "message is a list": GOOD | {"message": ["Hi!"]},
+    # BUG: 500, as above.
+    "lone surrogate in an unknown field": GOOD | {"\udfff": "\ud800"},
+    "unknown field": GOOD | {"temperature": 1},
+    "reasoning_mode is a word": GOOD | {"reasoning_mode": "yes"},
+    "reasoning_mode is a number": GOOD | {"reasoning_mode": 1},
+    "message and query": GOOD | {"query": "Hi!"},
+    "a list": [GOOD],
+    "null": None,
+    "no JSON": b'{"user_id": "ann", "session_id"',
+    # BUG: 400, FastAPI's answer where json.loads raises no JSONDecodeError.
+    "no UTF-8": b'{"user_id": "\xff\xfe"}',
+    "nothing": b"",
+    # BUG: 400, as above (RecursionError).
+    "nested deeply": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
+def test_a_bad_body_is_422_and_nothing_is_asked_or_written(chat, model, body):
+    # ASCII escapes: what is no UTF-8 can still be said in JSON.
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"content-type": "application/json"}
+
+    reply = chat.http.post("/chat", content=content, headers=headers)
+
+    assert reply.status_code == 422, reply.text
+    assert "detail" in reply.json() and "Traceback" not in reply.text
+    assert files(chat.folder) == [".locks"]
+    assert not model.requests and not model.learnings
+
+
+GOOD_BODIES = {
+    "query for message": {"user_id": "ann", "session_id": A, "query": "Hi!"},
+    "user of 128 characters": GOOD | {"user_id": "a" * 128},
+    "user of other letters": GOOD | {"user_id": "Ána María 李 👩‍🚀"},
+    "user that starts with dots": GOOD | {"user_id": "..ann"},
+    "message of 32,000 characters": GOOD | {"message": "a" * 32_000},
+    "reasoning_mode false": GOOD | {"reasoning_mode": False},
+    "session in upper case": GOOD | {"session_id": C.upper()},
+}
+
+
+@pytest.mark.parametrize("body", GOOD_BODIES.values(), ids=GOOD_BODIES)
+def test_what_the_contract_allows_is_answered(start, model, body):
+    with start(CONTEXT_TOKENS=100_000) as chat:
+        reply = chat.http.post("/chat", json=body)
+
+        assert reply.status_code == 200, reply.text
+        assert json.loads(reply.text.splitlines()[-1])["type"] == "done"
+    sent = body.get("message") or body["query"]
+    assert model.requests[0]["messages"][-1]["content"].endswith(sent)
+
+
+def test_a_user_is_one_user_however_the_name_is_written(chat):
+    for name in ("Zoë", " Zoë ", unicodedata.normalize("NFD", "Zoë")):
+        assert chat.post("Hi!", user=name).status_code == 200
+
+    folders = [name for name in os.listdir(chat.folder) if name != ".locks"]
+    assert len(folders) == 1
+    assert [turn["turn"] for turn in chat.turns(user=folders[0])] == [1, 2, 3]
+
+
+def test_a_session_is_one_session_however_its_uuid_is_written(chat):
+    session = "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b"
+    for written in (session, session.upper(), session.replace("-", "")):
+        assert chat.post("Hi!", session=written).status_code == 200
+
+    assert [turn["turn"] for turn in chat.turns(session)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("with_length", [True, False], ids=["length", "chunked"])
+def test_a_body_over_one_mebibyte_is_413(chat, model, with_length):
+    body = json.dumps(GOOD).encode() + b" " * (1 << 20)
+    pieces = (body[n : n + 65536] for n in range(0, len(body), 65536))
+    headers = {"content-type": "application/json"}
+
+    content = body if with_length else pieces
+    reply = chat.http.post("/chat", content=content, headers=headers)
+
+    assert reply.status_code == 413 and reply.json()["detail"]
+    assert files(chat.folder) == [".locks"] and not model.requests
+
+
+# --- What goes out ---
+
+FIELDS = {
+    "memory": {"facts", "pending", "degraded"},
+    "token": {"round", "text"},
+    "thought": {"round", "text"},
+    "tool_call": {"round", "id", "name", "arguments"},
+    "tool_result": {"round", "id", "name", "ok", "content", "ms"},
+    "ping": set(),
+    "done": {"response", "turn", "rounds", "finish_reason", "usage"},
+    "error": {"code", "message"},
+}
+
+
+def test_each_event_has_exactly_its_fields_and_one_line_ends_the_stream(chat, model):
+    model.replies.append(calls(("calculate", {"expression": "2+3"}), text="Hm. "))
+    model.replies += [says("5"), (400, {"error": {"message": "no"}})]
+
+    turns = [chat.ask("What is 2+3?"), chat.ask("And now?")]
+
+    seen = {event["type"] for events in turns for event in events}
+    assert seen == FIELDS.keys() - {"ping"}
+    for events in turns:
+        for event in events:
+            assert event.keys() - {"type"} == FIELDS[event["type"]], event
+        terminal = [e["type"] in ("done", "error") for e in events]
+        assert terminal == [False] * (len(events) - 1) + [True]
+        assert [e["type"] for e in events].index("memory") == 0
+        assert len(of(events, "memory")) == 1
+
+
+def test_a_round_that_calls_tools_is_thought_and_the_answer_is_apart(chat, model):
+    asked = calls(("calculate", {"expression": "2+3"}), text="Let me see. ")
+    model.replies += [asked, says("It is ", "5.")]
+
+    events = chat.ask("What is 2+3?")
+
+    call, result = of(events, "tool_call")[0], of(events, "tool_result")[0]
+    assert (call["round"], call["name"]) == (1, "calculate")
+    assert call["arguments"] == {"expression": "2+3"}
+    assert result["id"] == call["id"] and result["ok"] and result["content"] == "5"
+    assert isinstance(result["ms"], int) and result["ms"] >= 0
+    thought = {"type": "thought", "round": 1, "text": "Let me see. "}
+    assert of(events, "thought") == [thought]
+    assert [(t["round"], t["text"]) for t in of(events, "token")] == [
+        (1, "Let me see. "), (2, "It is "), (2, "5."),
+    ]  # fmt: skip
+    done = events[-1]
+    assert (done["response"], done["rounds"], done["turn"]) == ("It is 5.", 2, 1)
+
+
+def test_the_memory_event_says_what_stands_before_the_model(chat, model):
+    model.hold_learning.clear()
+    chat.ask("I like tea.", session=B)
+    pending = of(chat.ask("Hi!"), "memory")[0]
+    model.hold_learning.set()
+    chat.learned()
+    known = of(chat.ask("Hi!", session=C), "memory")[0]
+
+    assert (pending["facts"], pending["pending"]) == ([], 1)
+    [fact] = known["facts"]
+    assert fact.keys() == {"id", "text", "kind", "score"}
+    assert (fact["text"], fact["kind"]) == ("User likes tea.", "episodic")
+    assert 0 < fact["score"] <= 1 and known["pending"] == 0
+    assert fact["id"] == chat.tables("memory.json")["facts"][0]["id"]
+
+
+def test_the_answer_is_ndjson_that_no_proxy_keeps(chat, model):
+    model.replies.append(says("One\ntwo\u2028\u0085 ✓"))
+
+    reply = chat.post("Hi!")
+
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert reply.headers["cache-control"] == "no-store"
+    assert reply.headers["x-accel-buffering"] == "no"
+    assert reply.content.endswith(b"\n")
+    lines = [json.loads(line) for line in reply.content[:-1].split(b"\n")]
+    assert lines[-1]["response"] == "One\ntwo\u2028\u0085 ✓"
+
+
+def test_a_token_reaches_the_client_before_the_model_goes_on(chat, model):
+    model.replies.append([*says("One ")[:2], WAIT, *says("two.")])
+
+    with streamed(chat, "Count!") as events:
+        assert until(events, "token")["text"] == "One "
+        assert not model.gate.is_set()
+        model.gate.set()
+        assert until(events, "done")["response"] == "One two."
+
+
+def test_silence_is_broken_by_pings(start, model):
+    model.replies.append([WAIT, *says("Hello.")])
+    with start(PING_AFTER=0.02) as chat, streamed(chat, "Hi!") as events:
+        for _ in range(3):
+            assert until(events, "ping") == {"type": "ping"}
+        model.gate.set()
+        assert until(events, "done")["response"] == "Hello."
+
+
+def test_an_answer_cut_by_its_length_says_so(chat, model):
+    model.replies.append(says("And then", finish_reason="length"))
+
+    done = chat.ask("Tell me a story")[-1]
+
+    assert (done["finish_reason"], done["response"]) == ("length", "And then")
+
+
+def test_usage_is_summed_over_the_rounds_or_null(chat, model):
+    usage = {"choices": [], "usage": USAGE}
+    called = calls(("calculate", {"expression": "1+1"}))
+    model.replies += [[*called[:-1], usage, END], says("2"), says("Hi!")[:2] + [END]]
+
+    summed, none = chat.ask("1+1?")[-1]["usage"], chat.ask("Hi!")[-1]["usage"]
+
+    assert summed == {name: 2 * count for name, count in USAGE.items()}
+    assert none is None
+
+
+# --- Tools ---
+
+
+def offer(monkeypatch, function):
+    """Register a tool for the length of a test."""
+    monkeypatch.setitem(tools.TOOLS, function.__name__, function)
+
+
+def test_tools_run_at_once_and_their_results_go_back_in_call_order(
+    chat, model, monkeypatch
+):
+    ended = threading.Event()
+
+    def first() -> str:
+        """Wait for the second."""
+        return "one" if ended.wait(10) else "alone"
+
+    async def second() -> str:
+        """End, and let the first end."""
+        asyncio.get_running_loop().call_later(0.05, ended.set)
+        return "two"
+
+    offer(monkeypatch, first)
+    offer(monkeypatch, second)
+    model.replies += [calls(("first", {}), ("second", {})), says("Done.")]
+
+    events = chat.ask("Go!")
+
+    assert [e["content"] for e in of(events, "tool_result")] == ["two", "one"]
+    *_, asked, one, two = model.requests[1]["messages"]
+    assert [one["content"], two["content"]] == ["one", "two"]
+    ids = [call["id"] for call in asked["tool_calls"]]
+    assert ids == [one["tool_call_id"], two["tool_call_id"]]
+    assert ids == [e["id"] for e in of(events, "tool_call")]
+
+
+def test_a_tool_starts_while_the_model_still_writes_the_next_call(chat, model):
+    one, two = (calls(("calculate", {"expression": e})) for e in ("1+1", "2+2"))
+    for event in two[:-2]:
+        event["choices"][0]["delta"]["tool_calls"][0]["index"] = 1
+    model.replies += [[*one[:-2], WAIT, *two], says("2 and 4.")]
+
+    with streamed(chat, "Go!") as events:
+        assert until(events, "tool_result")["content"] == "2"
+        model.gate.set()
+        assert until(events, "tool_result")["content"] == "4"
+        assert until(events, "done")["response"] == "2 and 4."
+
+
+WRONG_CALLS = {
+    "too slow": (("sleep", {}), "sleep took longer than 0.05 s"),
+    "fails": (("fail", {}), "the disk is gone"),
+    "unknown": (("fly", {}), "there is no tool 'fly'; the tools are calculate"),
+    "no JSON": (("calculate", '{"expression": "1+'), "JSON"),
+    "no object": (("calculate", '["1+1"]'), "JSON"),
+    "misfit": (("calculate", {"sum": "1+1"}), "expression"),
+    "wrong type": (("calculate", {"expression": 2}), "expression"),
+    "no user's": (("fetch_memory", {"query": "x", "user_id": "bob"}), "query"),
+}
+
+
+@pytest.mark.parametrize("call, text", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_call_that_goes_wrong_is_text_for_the_model_and_the_turn_goes_on(
+    start, model, monkeypatch, call, text
+):
+    async def sleep() -> str:
+        """Sleep for ever."""
+        await asyncio.Event().wait()
+
+    def fail() -> str:
+        """Fail."""
+        raise RuntimeError("the disk is gone")
+
+    offer(monkeypatch, sleep)
+    offer(monkeypatch, fail)
+    model.replies += [calls(call), says("It failed.")]
+
+    with start(TOOL_TIMEOUT=0.05) as chat:
+        events = chat.ask("Go!")
+
+        [result] = of(events, "tool_result")
+        assert text in result["content"] and result["ok"] is False
+        assert answer(events) == "It failed."
+        [kept] = chat.turns()[0]["tools"]
+        assert (kept["ok"], kept["content"]) == (False, result["content"])
+    sent = model.requests[1]["messages"][-1]
+    assert (sent["role"], sent["content"]) == ("tool", result["content"])
+    [again] = model.requests[1]["messages"][-2]["tool_calls"]
+    assert isinstance(json.loads(again["function"]["arguments"]), dict)
+
+
+@pytest.mark.parametrize(
+    "written, again",
+    [
+        (' {"expression":\n"1+1" } ', {"expression": "1+1"}),
+        ("", {}),
+        ("null", {}),
+        ('{"expression": "1+', {}),
+        ('["1+1"]', {}),
+    ],
+    ids=["loose", "empty", "null", "broken", "a list"],
+)
+def test_arguments_go_back_to_the_model_as_a_json_object(chat, model, written, again):
+    model.replies += [calls(("calculate", written)), says("Done.")]
+
+    events = chat.ask("Go!")
+
+    assert of(events, "tool_call")[0]["arguments"] == again
+    [call] = model.requests[1]["messages"][-2]["tool_calls"]
+    assert call["type"] == "function" and call["function"]["name"] == "calculate"
+    assert json.loads(call["function"]["arguments"]) == again
+    assert chat.turns()[0]["tools"][0]["arguments"] == again
+
+
+def sum_of(n):
+    return calls(("calculate", {"expression": f"{n}+1"}))
+
+
+@pytest.mark.parametrize("last", ["answers", "calls", "says nothing"])
+def test_the_last_round_may_not_call_and_there_is_an_answer(start, model, last):
+    model.replies += [sum_of(1), sum_of(2)]
+    model.replies.append(
+        {"answers": says("Enough."), "calls": sum_of(3)}.get(last, says())
+    )
+
+    with start(MAX_ROUNDS=3) as chat:
+        events = chat.ask("Go on and on!")
+
+        assert chat.turns()[0]["response"] == answer(events)
+    assert len(model.requests) == 3
+    assert [r.get("tool_choice") for r in model.requests] == [None, None, "none"]
+    assert model.requests[2]["tools"] == model.requests[0]["tools"]
+    done = events[-1]
+    assert (done["finish_reason"], done["rounds"]) == ("max_rounds", 3)
+    assert done["response"] == "Enough." if last == "answers" else done["response"]
+    assert "".join(e["text"] for e in of(events, "token")) == done["response"]
+    assert len(of(events, "tool_call")) == len(of(events, "tool_result")) == 2
+
+
+def test_a_turn_has_at_most_eight_rounds(chat, model):
+    model.replies += [sum_of(n) for n in range(9)]
+
+    done = chat.ask("Go on and on!")[-1]
+
+    assert (len(model.requests), done["rounds"]) == (8, 8)
+    assert done["finish_reason"] == "max_rounds" and done["response"]
+
+
+def test_the_same_call_a_third_time_ends_the_rounds(chat, model):
+    model.replies += [
+        calls(("convert_units", '{"value": 1, "from_unit": "m", "to_unit": "ft"}')),
+        calls(("convert_units", '{"value":1,"to_unit":"ft","from_unit":"m"}')),
+        calls(("convert_units", '{"from_unit": "m", "value": 1, "to_unit": "ft"}')),
+        says("3.28 ft."),
+    ]
+
+    events = chat.ask("How many feet?")
+
+    assert answer(events) == "3.28 ft." and events[-1]["rounds"] == 4
+    choices = [request.get("tool_choice") for request in model.requests]
+    assert choices == [None, None, None, "none"]
+    assert [e["ok"] for e in of(events, "tool_result")] == [True, True, False]
+
+
+def test_the_memory_tools_are_the_users_own(chat, model):
+    chat.ask("I like tea.", user="bob")
+    chat.learned("bob")
+    chat.ask("I like rum.", user="ann")
+    chat.learned("ann")
+    model.replies += [calls(("fetch_memory", {"query": "likes"})), says("Rum.")]
+
+    events = chat.ask("What do I like?", user="ann")
+
+    content = of(events, "tool_result")[0]["content"]
+    assert "rum" in content and "tea" not in content
+    offered = {t["function"]["name"]: t["function"] for t in model.requests[0]["tools"]}
+    assert {"fetch_memory", "propose_memory", "calculate"} <= offered.keys()
+    for tool in offered.values():
+        assert not {"user_id", "session_id"} & tool["parameters"]["properties"].keys()
+
+
+# --- Users and sessions ---
+
+
+def test_two_users_never_see_each_others_facts(chat, model):
+    chat.ask("I use Shram as productivity tools", user="ann", session=A)
+    chat.learned("ann")
+    about_ann = len(model.requests), len(model.learnings)
+
+    events = chat.ask("What are the productivity tools I use?", user="bob", session=A)
+    chat.ask("I like tea.", user="bob", session=B)
+    chat.learned("bob")
+
+    assert of(events, "memory")[0]["facts"] == []
+    asked = model.requests[about_ann[0] :] + model.learnings[about_ann[1] :]
+    assert len(asked) >= 3 and "Shram" not in json.dumps(asked)
+    assert chat.facts("ann") == ["User uses Shram as a productivity tool."]
+    assert chat.facts("bob") == ["User likes tea."]
+    assert "Shram" not in (chat.folder / "bob" / "memory.json").read_text()
+
+
+def test_sessions_of_a_user_share_facts_but_not_transcripts(chat, model):
+    model.replies.append(says("Zebra."))
+    chat.ask("I like tea, and say an animal. I like tea", session=A)
+    chat.learned()
+
+    chat.ask("Hi!", session=B)
+    chat.ask("Another!", session=A)
+
+    other, same = model.requests[1:]
+    assert "User likes tea." in hints(other) and "User likes tea." in hints(same)
+    assert [m["role"] for m in other["messages"]] == ["system", "user"]
+    assert "Zebra" not in json.dumps(other)
+    roles = ["system", "user", "assistant", "user"]
+    assert [m["role"] for m in same["messages"]] == roles
+    assert same["messages"][2]["content"] == "Zebra."
+
+
+def test_two_requests_at_once_on_one_session_are_answered_in_order(chat, model):
+    model.replies += [[WAIT, *says("Good morning.")], says("Good night.")]
+    first = in_background(chat.ask, "Morning!")
+    wait_for(lambda: len(model.requests) == 1)
+    second = in_background(chat.ask, "Evening!")
+    wait_for(lambda: len(chat.service.turns) == 2)
+    assert len(model.requests) == 1
+
+    model.gate.set()
+
+    assert answer(first.result(20)) == "Good morning."
+    assert second.result(20)[-1]["turn"] == 2
+    assert [m["content"] for m in model.requests[1]["messages"][1:3]] == [
+        "Morning!", "Good morning.",
+    ]  # fmt: skip
+    assert [t["query"] for t in chat.turns()] == ["Morning!", "Evening!"]
+
+
+def test_other_sessions_and_users_do_not_wait(chat, model):
+    model.replies += [[WAIT, *says("Late.")], says("Soon."), says("Sooner.")]
+    slow = in_background(chat.ask, "Hi!", session=A)
+    wait_for(lambda: len(model.requests) == 1)
+
+    assert answer(chat.ask("Hi!", session=B)) == "Soon."
+    assert answer(chat.ask("Hi!", session=A, user="bob")) == "Sooner."
+
+    model.gate.set()
+    assert answer(slow.result(20)) == "Late."
+
+
+def test_more_than_sixteen_waiting_for_a_session_are_refused(chat, model):
+    model.replies.append([WAIT, *says("First.")])
+    turns = [in_background(chat.ask, "Hi!") for _ in range(17)]  # 1 runs, 16 wait
+    wait_for(lambda: len(chat.service.turns) == 17)
+    wait_for(lambda: model.requests)
+
+    refused, other = chat.post("Hi!"), chat.post("Hi!", session=B)
+
+    assert (refused.status_code, other.status_code) == (503, 200)
+    assert int(refused.headers["retry-after"]) > 0 and refused.json()["detail"]
+    model.gate.set()
+    numbers = [turn.result(20)[-1]["turn"] for turn in turns]
+    assert sorted(numbers) == [turn["turn"] for turn in chat.turns()]
+    assert len(numbers) == 17
+
+
+def test_too_many_turns_at_once_are_refused(start, model):
+    model.replies.append([WAIT, *says("First.")])
+    with start(MAX_CONCURRENT_TURNS=1) as chat:
+        turn = in_background(chat.ask, "Hi!")
+        wait_for(lambda: model.requests)
+
+        refused = chat.post("Hi!", session=B, user="bob")
+
+        assert refused.status_code == 503 and refused.json()["detail"]
+        assert int(refused.headers["retry-after"]) > 0
+        model.gate.set()
+        assert answer(turn.result(20)) == "First."
+        wait_for(lambda: not chat.service.turns)
+        assert chat.post("Hi!", session=B).status_code == 200
+
+
+# --- Clients that leave ---
+
+
+def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model):
+    model.replies.append([*says("Tea ", "is ")[:3], WAIT, *says("good.")])
+    with streamed(chat, "I like tea.") as events:
+        assert until(events, "token") and until(events, "token")["text"] == "is "
+
+    wait_for(lambda: model.closed == 1)
+    wait_for((chat.folder / "ann" / f"{A}.json").exists)
+    [turn] = chat.turns()
+    assert (turn["status"], turn["response"]) == ("interrupted", "Tea is ")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."]
+    assert not model.gate.is_set()
+
+
+def test_an_interrupted_turn_stands_in_the_history(chat, model):
+    model.replies.append([*says("Tea ")[:2], WAIT])
+    with streamed(chat, "I like tea.") as events:
+        until(events, "token")
+    wait_for(lambda: model.closed == 1)
+
+    assert chat.ask("Go on.")[-1]["turn"] == 2
+
+    before = [m["content"] for m in model.requests[1]["messages"][1:-1]]
+    assert before[0] == "I like tea." and before[1].startswith("Tea ")
+
+
+def test_a_client_that_leaves_before_the_first_token_is_kept_too(chat, model):
+    model.replies.append([WAIT, *says("Never.")])
+    with streamed(chat, "I like tea.") as events:
+        until(events, "memory")
+        wait_for(lambda: model.requests)
+
+    wait_for(lambda: model.closed == 1)
+    wait_for((chat.folder / "ann" / f"{A}.json").exists)
+    [turn] = chat.turns()
+    assert (turn["status"], turn["response"]) == ("interrupted", "")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."]
+
+
+def test_a_client_that_leaves_while_its_tool_runs_stops_the_tool(
+    chat, model, monkeypatch
+):
+    stopped = threading.Event()
+
+    async def wait() -> str:
+        """Wait for ever."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    offer(monkeypatch, wait)
+    asked = calls(("wait", {}), ("calculate", {"expression": "1+1"}), text="Hm. ")
+    model.replies.append(asked)
+    with streamed(chat, "I like tea.") as events:
+        assert until(events, "tool_result")["name"] == "calculate"
+
+    assert stopped.wait(20)
+    wait_for((chat.folder / "ann" / f"{A}.json").exists)
+    [turn] = chat.turns()
+    assert (turn["status"], turn["query"]) == ("interrupted", "I like tea.")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."] and len(model.requests) == 1
+    assert answer(chat.ask("And now?"))
+
+
+def test_a_client_that_leaves_the_queue_lets_the_next_one_in(chat, model):
+    model.replies += [[WAIT, *says("First.")], says("Third.")]
+    first = in_background(chat.ask, "One")
+    wait_for(lambda: model.requests)
+    with pytest.raises(httpx.ReadTimeout):
+        body = GOOD | {"message": "Two"}
+        chat.http.post("/chat", json=body, timeout=0.1)
+    wait_for(lambda: len(chat.service.turns) == 1)
+    third = in_background(chat.ask, "Three")
+    wait_for(lambda: len(chat.service.turns) == 2)
+
+    model.gate.set()
+
+    assert answer(first.result(20)) == "First."
+    assert answer(third.result(20)) == "Third."
+
+
+# --- An endpoint that fails ---
+
+HELLO = says("Hel", "lo.")[:2]  # a stream that has begun
+
+
+def refuses(status, message="no", **more):
+    """Return an endpoint's refusal, twice: the client tries two times in all."""
+    return [(status, {"error": {"message": message, **more}})] * 2
+
+
+FAILURES = {
+    "400": (refuses(400), "upstream_rejected"),
+    "401": (refuses(401), "upstream_rejected"),
+    "403": (refuses(403), "upstream_rejected"),
+    "404": (refuses(404), "upstream_rejected"),
+    "422": (refuses(422), "upstream_rejected"),
+    "408": (refuses(408), "upstream_timeout"),
+    "429": (refuses(429), "upstream_unavailable"),
+    "500": (refuses(500), "upstream_unavailable"),
+    "503": (refuses(503), "upstream_unavailable"),
+    # BUG: upstream_rejected, only the message is searched, not error.code.
+    "too long, by code": (
+        refuses(400, code="context_length_exceeded"),
+        "context_too_long",
+    ),
+    "too long, by message": (
+        refuses(400, "This model's maximum context length is 8192 tokens."),
+        "context_too_long",
+    ),
+    "breaks off": ([[*HELLO, CUT]], "upstream_unavailable"),
+    "breaks off before a token": ([[CUT]], "upstream_unavailable"),
+    "ends without an end": ([HELLO], "upstream_unavailable"),
+    "ends without a word": ([[]], "upstream_unavailable"),
+    "error in the stream": (
+        [[*HELLO, {"error": {"message": "out of memory", "code": 500}}]],
+        "upstream_unavailable",
+    ),
+    "damaged stream": ([[*HELLO, b"data: {\n\n", END]], "upstream_unavailable"),
+    # BUG: internal, a chunk that is no object.
+    "stream of numbers": ([[*HELLO, b"data: 5\n\n", END]], "upstream_unavailable"),
+    "silence before a token": ([[WAIT, *says("No.")]], "upstream_timeout"),
+    "silence within": ([[*HELLO, WAIT, *says("No.")]], "upstream_timeout"),
+}
+
+
+@pytest.mark.parametrize("replies, code", FAILURES.values(), ids=FAILURES)
+def test_a_failing_endpoint_ends_the_turn_in_its_code_and_the_query_is_kept(
+    start, model, replies, code
+):
+    model.replies += replies
+    timeout = 0.3 if code == "upstream_timeout" else 20.0
+    timeout = 20.0 if isinstance(replies[0], tuple) else timeout
+    with start(UPSTREAM_TIMEOUT=timeout, OPENAI_API_KEY="sk-secret") as chat:
+        events = chat.ask("I like tea.")
+
+        assert (events[-1]["type"], events[-1]["code"]) == ("error", code)
+        assert not of(events, "done") and len(of(events, "error")) == 1
+        told = json.dumps(events)
+        for secret in ("sk-secret", "127.0.0.1", "Traceback", '.py"', "openai"):
+            assert secret not in told
+        [turn] = chat.turns()
+        assert (turn["query"], turn["status"]) == ("I like tea.", "error")
+        said = "".join(token["text"] for token in of(events, "token"))
+        assert turn["response"] == said
+        chat.learned()
+        assert chat.facts() == ["User likes tea."]
+
+
+def test_a_failed_turn_is_learned_from_but_not_replayed(chat, model):
+    model.replies += [says("Cake it is."), [*HELLO, CUT], says("Yes.")]
+    chat.ask("I like cake.")
+    chat.ask("I like tea.")
+    chat.learned()
+
+    assert chat.ask("And now?")[-1]["turn"] == 3
+
+    sent = model.requests[-1]["messages"]
+    assert [m["content"] for m in sent[1:3]] == ["I like cake.", "Cake it is."]
+    assert len(sent) == 4 and "User likes tea." in hints(model.requests[-1])
+    statuses = [turn["status"] for turn in chat.turns()]
+    assert statuses == ["complete", "error", "complete"]
+
+
+def test_an_endpoint_that_is_down_is_unavailable_and_the_query_is_learned_later(
+    start, model, closed_port
+):
+    with start(BASE_URL=closed_port, EMBEDDING_BASE_URL=closed_port) as chat:
+        events = chat.ask("I like tea.")
+        assert [e["type"] for e in events] == ["memory", "error"]
+        assert events[-1]["code"] == "upstream_unavailable"
+        assert closed_port[7:-3] not in json.dumps(events)
+        assert chat.turns()[0]["status"] == "error"
+
+    with start() as chat:
+        chat.learned()
+        assert chat.facts() == ["User likes tea."]
+
+
+def test_an_endpoint_that_never_answers_is_a_timeout(start, silent_port):
+    with start(BASE_URL=silent_port, UPSTREAM_TIMEOUT=0.2, CHAT_MODEL="m") as chat:
+        events = chat.ask("Hi!")
+
+        assert events[-1]["code"] == "upstream_timeout"
+        assert chat.turns()[0]["status"] == "error"
+
+
+def test_tokens_that_keep_coming_are_no_timeout(start, model):
+    model.pause = 0.05
+    model.replies.append(says(*("a " for _ in range(14))))
+    with start(UPSTREAM_TIMEOUT=0.5) as chat:
+        assert answer(chat.ask("Hi!")) == "a " * 14
+
+
+@pytest.mark.parametrize("status", [500, 429])
+def test_one_failure_before_the_first_token_is_tried_again(chat, model, status):
+    model.replies += [refuses(status)[0], says("Hello.")]
+
+    assert answer(chat.ask("Hi!")) == "Hello."
+
+    assert len(model.requests) == 2
+    assert model.requests[0] == model.requests[1]
+
+
+def test_there_are_two_tries_before_the_first_token_and_one_after_it(chat, model):
+    model.replies += refuses(500)
+    chat.ask("Hi!")
+    assert len(model.requests) == 2
+
+    model.replies += [[*HELLO, CUT]]
+    chat.ask("Hi!")
+    assert len(model.requests) == 3
+
+
+def test_an_endpoint_that_fails_in_a_later_round_keeps_what_was_done(chat, model):
+    model.replies += [sum_of(1), *refuses(400)]
+
+    events = chat.ask("What is 1+1?")
+
+    assert events[-1]["code"] == "upstream_rejected"
+    [turn] = chat.turns()
+    assert (turn["status"], turn["rounds"]) == ("error", 2)
+    assert [tool["name"] for tool in turn["tools"]] == ["calculate"]
+
+
+def test_a_message_too_long_for_the_model_asks_nothing_of_it(start, model):
+    with start(CONTEXT_TOKENS=8192) as chat:
+        events = chat.ask("longword " * 3_500)
+
+        assert (events[-1]["type"], events[-1]["code"]) == ("error", "context_too_long")
+        assert not model.requests
+        assert chat.turns()[0]["status"] == "error"
+
+
+def test_a_turn_that_cannot_be_written_is_storage_failed(chat, model, monkeypatch):
+    chat.ask("Hello there.")
+    chat.learned()
+    before = chat.turns()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        events = chat.ask("Again.")
+
+    assert (events[-1]["type"], events[-1]["code"]) == ("error", "storage_failed")
+    assert "space" not in json.dumps(events[-1]) and chat.turns() == before
+    assert chat.ask("Once more.")[-1]["turn"] == 2
+
+
+def test_a_bug_of_ours_is_internal_and_tells_the_client_nothing(
+    chat, model, monkeypatch
+):
+    def broken(*_):
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(tools, "schema", broken)
+
+    events = chat.ask("Hi!")
+
+    assert (events[-1]["type"], events[-1]["code"]) == ("error", "internal")
+    assert "secret" not in json.dumps(events) and "Zero" not in json.dumps(events)
+    assert chat.turns()[0]["status"] == "error"
+
+
+def test_without_embeddings_the_chat_goes_on_and_says_so(start, model):
+    model.embeddings_down = True
+    with start(HINT_TOKENS=20) as chat:
+        chat.ask("I use Shram, Magnet, Trello and Notion as productivity tools")
+        chat.learned()
+        facts = chat.facts()
+
+        events = chat.ask("Is Trello one of the tools that I use?", session=B)
+
+        assert len(facts) == 4
+        memory = of(events, "memory")[0]
+        assert memory["degraded"] == ["embeddings"] and len(memory["facts"]) < 4
+        assert answer(events) and model.embedded
+        assert [f["text"] for f in chat.tables("memory.json")["facts"]] == facts
+
+
+def test_facts_that_fit_need_no_embeddings(start, closed_port):
+    with start(EMBEDDING_BASE_URL=closed_port) as chat:
+        chat.ask("I like tea.")
+        chat.learned()
+
+        memory = of(chat.ask("Hi!", session=B), "memory")[0]
+
+        assert [fact["text"] for fact in memory["facts"]] == ["User likes tea."]
+        assert memory["degraded"] == []
+
+
+# --- Settings ---
+
+NOTHING_SET = {"BASE_URL": "", "OPENAI_API_KEY": "", "EMBEDDING_BASE_URL": ""}
+
+
+def test_without_an_endpoint_the_service_says_what_to_set(start):
+    with start(**NOTHING_SET) as chat:
+        health, reply = chat.http.get("/health"), chat.post("Hi!")
+
+        assert health.status_code == 200
+        assert (
+            health.json() | {"status": "ok", "model": "not configured"} == health.json()
+        )
+        assert reply.status_code == 503
+        for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+            assert name in reply.json()["detail"]
+        assert files(chat.folder) == [".locks"]
+        assert chat.facts() == []
+
+
+def test_health_knows_an_endpoint_that_cannot_be_reached(start, closed_port):
+    with start(BASE_URL=closed_port) as chat:
+        health = chat.http.get("/health")
+
+        assert (health.status_code, health.json()["status"]) == (200, "ok")
+        assert health.json()["model"] == "unreachable"
+
+
+def test_health_names_a_set_model_as_unreachable_where_it_is(start, closed_port):
+    with start(BASE_URL=closed_port, CHAT_MODEL="mine") as chat:
+        assert chat.http.get("/health").json()["model"] == "unreachable"
+
+
+def test_the_first_model_of_the_endpoint_is_used(chat, model):
+    chat.ask("I like tea.")
+    chat.learned()
+
+    assert chat.http.get("/health").json()["model"] == "stand-in"
+    assert model.requests[0]["model"] == model.learnings[0]["model"] == "stand-in"
+
+
+def test_models_that_are_set_are_used(start, model):
+    settings = {"CHAT_MODEL": "mine", "MEMORY_MODEL": "small", "OPENAI_API_KEY": "k1"}
+    with start(**settings) as chat:
+        chat.ask("I like tea.")
+        chat.learned()
+
+        assert chat.http.get("/health").json()["model"] == "mine"
+    assert model.requests[0]["model"] == "mine"
+    assert model.learnings[0]["model"] == "small"
+    assert {h.get(b"authorization") for h in model.headers} >= {b"Bearer k1"}
+
+
+def test_the_extra_body_reaches_the_endpoint(start, model):
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 20}
+    with start(CHAT_EXTRA_BODY=extra) as chat:
+        chat.ask("I like tea.")
+        chat.learned()
+
+    assert model.requests[0] | extra == model.requests[0]
+    assert model.requests[0]["stream"] is True
+    assert model.requests[0]["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("name", ["", "bge"], ids=["its first model", "a set model"])
+def test_embeddings_go_to_a_server_of_their_own(start, model, name):
+    other = StandIn()
+    with Server(other) as server:
+        settings = {"EMBEDDING_BASE_URL": f"{server.url}/v1", "EMBEDDING_MODEL": name}
+        with start(**settings, EMBEDDING_API_KEY="e", OPENAI_API_KEY="c") as chat:
+            chat.ask("I like tea.")
+            wait_for(lambda: other.embedded)
+            chat.learned()
+
+    assert not model.embedded and model.requests and not other.requests
+    assert {h[b"authorization"] for h in other.headers} == {b"Bearer e"}
+    assert {h[b"authorization"] for h in model.headers} == {b"Bearer c"}
+
+
+# --- Who may ---
+
+
+def token_of(name, key="the key"):
+    return hmac.new(key.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+
+def bearer(token):
+    return {"authorization": f"Bearer {token}"}
+
+
+USER_ROUTES = [
+    ("GET", "/users/ann/memories"),
+    ("GET", "/users/ann/memories/x/history"),
+    ("GET", "/users/ann/sessions"),
+    ("GET", f"/users/ann/sessions/{A}"),
+    ("DELETE", "/users/ann/memories/x"),
+    ("DELETE", "/users/ann/memories"),
+    ("DELETE", f"/users/ann/sessions/{A}"),
+    ("DELETE", "/users/ann"),
+    ("POST", "/chat"),
+]
+REFUSED = {
+    "nothing": ({}, 401),
+    "an empty one": ({"authorization": "Bearer"}, 401),
+    "wrong key": (bearer("the keys"), 401),
+    "no ASCII": ({"authorization": "Bearer clé".encode()}, 401),
+    "key without scheme": ({"authorization": "the key"}, 401),
+    "another scheme": ({"authorization": "Basic the key"}, 401),
+    "another user's token": (bearer(token_of("bob")), 403),
+}
+
+
+@pytest.mark.parametrize("headers, status", REFUSED.values(), ids=REFUSED)
+def test_every_route_of_a_user_refuses_who_may_not(start, model, headers, status):
+    with start(API_KEY="the key") as chat:
+        chat.http.post("/chat", json=GOOD, headers=bearer("the key"))
+        before = len(model.requests)
+
+        for method, path in USER_ROUTES:
+            body = {"json": GOOD} if method == "POST" else {}
+            reply = chat.http.request(method, path, headers=headers, **body)
+            assert reply.status_code == status, (method, path, reply.text)
+            assert reply.json()["detail"] and "the key" not in reply.text
+
+        assert len(model.requests) == before and len(chat.turns()) == 1
+
+
+@pytest.mark.parametrize("token", ["the key", token_of("ann")], ids=["key", "token"])
+def test_the_key_and_the_users_own_token_open_every_route(start, token):
+    with start(API_KEY="the key") as chat:
+        chat.http.headers.update(bearer(token))
+
+        assert answer(chat.ask("I like tea."))
+        chat.learned()
+        assert chat.facts() == ["User likes tea."]
+        assert chat.http.get(f"/users/ann/sessions/{A}").status_code == 200
+        assert chat.http.delete("/users/ann").status_code == 204
+
+
+def test_the_key_acts_for_any_user_and_health_is_open(start):
+    with start(API_KEY="the key") as chat:
+        assert chat.http.get("/health").status_code == 200
+        chat.http.headers.update(bearer("the key"))
+
+        assert answer(chat.ask("Hi!", user="ann")) and answer(
+            chat.ask("Hi!", user="李")
+        )
+
+
+def test_a_token_is_made_from_the_names_one_form(start):
+    with start(API_KEY="the key") as chat:
+        chat.http.headers.update(bearer(token_of("Zoë")))
+        other_form = unicodedata.normalize("NFD", "Zoë")
+
+        assert answer(chat.ask("I like tea.", user=other_form))
+        assert answer(chat.ask("Hi!", user="Zoë"))
+        for name in ("Zoë", other_form):
+            rows = chat.http.get(f"/users/{name}/sessions").json()["sessions"]
+            assert [row["turns"] for row in rows] == [2]
+
+
+# BUG: FastAPI's own pages are open to all.
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/redoc"])
+def test_with_a_key_nothing_but_health_is_open(start, path):
+    with start(API_KEY="the key") as chat:
+        assert chat.http.get(path).status_code in (401, 404)
+
+
+# BUG: 422, the body is judged before the token.
+def test_without_a_token_a_bad_body_is_401_too(start):
+    with start(API_KEY="the key") as chat:
+        assert chat.http.post("/chat", json={"user_id": "ann"}).status_code == 401
+
+
+# --- A user's own data ---
+
+
+def test_a_users_facts_are_listed_with_all_their_fields(chat):
+    chat.ask("I use Shram and Magnet as productivity tools")
+    chat.learned()
+
+    facts = chat.http.get("/users/ann/memories").json()["memories"]
+
+    assert len(facts) == 2
+    for fact in facts:
+        assert fact.keys() >= {
+            "id", "text", "kind", "importance", "frequency", "created_at",
+            "last_seen_at", "source",
+        }  # fmt: skip
+        assert (fact["source"], fact["frequency"]) == (f"{A}/1", 1)
+        assert 0 <= fact["importance"] <= 1 and fact["kind"] == "profile"
+    found = chat.http.get("/users/ann/memories", params={"query": "Shram", "k": 1})
+    [best] = found.json()["memories"]
+    assert "Shram" in best["text"] and isinstance(best["score"], float)
+
+
+@pytest.mark.parametrize("query", ["?k=0", "?k=x", "?query=", "?query=a&k=-1"])
+def test_a_bad_search_is_422(chat, query):
+    assert chat.http.get(f"/users/ann/memories{query}").status_code == 422
+
+
+@pytest.mark.parametrize("name", ["..%2Fann", "%2E%2E", "a%00b", "a" * 129])
+def test_a_bad_name_in_a_path_opens_nothing(chat, name):
+    for method, path in USER_ROUTES[:-1]:
+        reply = chat.http.request(method, path.replace("ann", name))
+        assert reply.status_code in (404, 422), (method, path, reply.text)
+    assert files(chat.folder) == [".locks"]
+
+
+def test_a_facts_history_is_told_and_ends_with_the_fact(chat):
+    chat.ask("My name is Ann")
+    chat.learned()
+    chat.ask("My name is Anna")
+    chat.learned()
+    [fact] = chat.http.get("/users/ann/memories").json()["memories"]
+
+    path = f"/users/ann/memories/{fact['id']}"
+    told = json.dumps(chat.http.get(f"{path}/history").json())
+    gone = chat.http.delete(path)
+
+    assert "User's name is Ann." in told and "User's name is Anna." in told
+    assert (gone.status_code, gone.content, chat.facts()) == (204, b"", [])
+    assert chat.http.get(f"{path}/history").status_code == 404
+    assert chat.http.delete(path).status_code == 404
+    assert "name is" not in (chat.folder / "ann" / "memory.json").read_text()
+    assert chat.turns()[0]["query"] == "My name is Ann"
+
+
+def test_sessions_are_listed_read_and_deleted(chat):
+    answers = [answer(chat.ask("I like tea.")), answer(chat.ask("Hi!", session=B))]
+    chat.learned()
+
+    rows = chat.http.get("/users/ann/sessions").json()["sessions"]
+    one = chat.http.get(f"/users/ann/sessions/{A}").json()
+    gone = chat.http.delete(f"/users/ann/sessions/{A}")
+
+    assert [(row["session_id"], row["turns"]) for row in rows] == [(B, 1), (A, 1)]
+    assert all(row.keys() == {"session_id", "turns", "updated_at"} for row in rows)
+    assert rows[1]["updated_at"] == one["turns"][0]["ended_at"]
+    assert (one["session_id"], one["summary"]) == (A, "")
+    assert [turn["response"] for turn in one["turns"]] == answers[:1]
+    assert (gone.status_code, gone.content) == (204, b"")
+    assert chat.http.get(f"/users/ann/sessions/{A}").status_code == 404
+    assert not list((chat.folder / "ann").glob(f"*{A}*"))
+    assert chat.facts() == ["User likes tea."] and len(chat.turns(B)) == 1
+
+
+def test_deleting_all_facts_keeps_the_sessions(chat):
+    chat.ask("I like tea.")
+    chat.learned()
+
+    gone = chat.http.delete("/users/ann/memories")
+
+    assert (gone.status_code, gone.content, chat.facts()) == (204, b"", [])
+    assert "tea" not in (chat.folder / "ann" / "memory.json").read_text()
+    assert "tea" not in hints_of_next_turn(chat) and len(chat.turns()) == 1
+
+
+def hints_of_next_turn(chat):
+    return json.dumps(of(chat.ask("Hi!", session=C), "memory")[0])
+
+
+def test_deleting_a_user_deletes_every_trace_but_nobody_else(chat):
+    for user in ("ann", "bob"):
+        chat.ask("I like tea.", user=user)
+        chat.learned(user)
+    others = {
+        f: (chat.folder / "bob" / f).read_bytes() for f in files(chat.folder / "bob")
+    }
+
+    assert chat.http.delete("/users/ann").status_code == 204
+
+    assert not [name for name in files(chat.folder) if "ann" in name]
+    assert chat.facts("ann") == [] and chat.facts("bob") == ["User likes tea."]
+    left = {
+        f: (chat.folder / "bob" / f).read_bytes() for f in files(chat.folder / "bob")
+    }
+    assert left == others
+    assert chat.http.delete("/users/ann").status_code == 404
+
+
+def test_what_is_not_there_is_404_and_makes_nothing(chat):
+    assert chat.http.get("/users/eve/memories").json() == {"memories": []}
+    assert chat.http.get("/users/eve/sessions").json() == {"sessions": []}
+    for method, path in USER_ROUTES[1:2] + USER_ROUTES[3:5] + USER_ROUTES[6:8]:
+        reply = chat.http.request(method, path.replace("ann", "eve"))
+        assert (reply.status_code, "detail" in reply.json()) == (404, True), path
+    assert [name for name in os.listdir(chat.folder) if name != ".locks"] == []
+
+
+def test_another_users_session_and_fact_are_404(chat):
+    chat.ask("I like tea.", user="ann")
+    chat.learned("ann")
+    chat.ask("Hi!", user="bob", session=B)
+    [fact] = chat.http.get("/users/ann/memories").json()["memories"]
+
+    for method, path in [
+        ("GET", f"memories/{fact['id']}/history"),
+        ("DELETE", f"memories/{fact['id']}"),
+        ("GET", f"sessions/{A}"),
+        ("DELETE", f"sessions/{A}"),
+    ]:
+        reply = chat.http.request(method, f"/users/bob/{path}")
+        assert reply.status_code == 404, (method, path)
+    assert chat.facts("ann") == ["User likes tea."] and len(chat.turns()) == 1
+
+
+def test_an_unknown_fact_and_session_of_a_known_user_are_404(chat):
+    chat.ask("Hi!")
+    paths = [f"memories/{B}/history", f"sessions/{B}"]
+    replies = [chat.http.get(f"/users/ann/{path}") for path in paths]
+    replies += [
+        chat.http.delete(f"/users/ann/{p}") for p in (f"memories/{B}", paths[1])
+    ]
+
+    assert [reply.status_code for reply in replies] == [404] * 4
+    assert chat.http.get("/users/ann/sessions/no-uuid").status_code in (404, 422)
+
+
+# --- Files ---
+
+TURN = {
+    "turn", "query", "response", "status", "reasoning_mode", "rounds", "tools",
+    "started_at", "ended_at",
+}  # fmt: skip
+
+
+def test_a_session_of_twenty_turns_reads_as_a_transcript(chat, model):
+    said = []
+    for n in range(1, 21):
+        query = f"What is {n}+{n}?" if n % 3 == 0 else f"This is message {n}."
+        said.append((query, answer(chat.ask(query))))
+
+    with TinyDB(chat.folder / "ann" / f"{A}.json") as db:
+        turns = db.table("turns").all()
+
+    assert [turn["turn"] for turn in turns] == list(range(1, 21))
+    assert [(turn["query"], turn["response"]) for turn in turns] == said
+    for turn in turns:
+        assert turn.keys() == TURN
+        assert (turn["status"], turn["reasoning_mode"]) == ("complete", False)
+        began, ended = (
+            datetime.fromisoformat(turn[at]) for at in ("started_at", "ended_at")
+        )
+        assert began <= ended and ended.utcoffset().total_seconds() == 0
+        n = turn["turn"]
+        assert turn["rounds"] == (1 if n % 3 else 2)
+        sum_ = {"arguments": {"expression": f"{n}+{n}"}, "content": str(2 * n)}
+        ran = {"name": "calculate", "ok": True, **sum_}
+        assert turn["tools"] == ([] if n % 3 else [ran])
+    ends = [turn["ended_at"] for turn in turns]
+    assert ends == sorted(ends)
+
+
+def test_the_turn_is_on_disk_before_done_is_sent(chat, model):
+    for n in range(1, 6):
+        with streamed(chat, "Hi!") as events:
+            until(events, "done")
+            assert [turn["turn"] for turn in chat.turns()] == list(range(1, n + 1))
+
+
+def test_a_restart_keeps_the_transcript(start, model):
+    with start() as chat:
+        chat.ask("The word is zebra.")
+    with start() as chat:
+        assert chat.ask("Which word?")[-1]["turn"] == 2
+        assert len(chat.http.get(f"/users/ann/sessions/{A}").json()["turns"]) == 2
+    assert model.requests[1]["messages"][1]["content"] == "The word is zebra."
+
+
+# --- Real processes ---
+
+
+@contextmanager
+def process(folder, url, **environment):
+    """Run the service as `uvicorn main:app` does, and kill it in the end."""
+    known = {"OPENAI_BASE_URL": url, "EMBEDDING_BASE_URL": url, "DATA_DIR": str(folder)}
+    known |= {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "uvicorn", "main:app", "--port", "0"]
+    with (
+        tempfile.TemporaryFile("w+") as stdout,
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(
+            command, cwd=Path(tools.__file__).parent, env=known | environment,
+            stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+        ) as service,
+    ):  # fmt: skip
+
+        def printed(file):
+            return os.pread(file.fileno(), 1 << 20, 0).decode()
+
+        try:
+            started = r"running on (http://\S+)|\Z"
+            wait_for(lambda: service.poll() is not None or "running" in printed(stderr))
+            chat = Chat(re.search(started, printed(stderr))[1] or "http://x", folder)
+            chat.process = service
+            chat.printed = lambda: (printed(stdout), printed(stderr))
+            yield chat
+        finally:
+            service.kill()
+
+
+def test_a_killed_service_learns_the_turn_exactly_once(model, tmp_path):
+    model.hold_learning.clear()
+    with process(tmp_path, model.url) as chat:
+        assert answer(chat.ask("I like tea."))
+        wait_for(lambda: len(model.learnings) == 1)
+        chat.process.send_signal(signal.SIGKILL)
+        assert chat.process.wait(20) == -signal.SIGKILL
+        assert len(chat.turns()) == 1 and not chat.tables("memory.json").get("facts")
+    with process(tmp_path, model.url) as chat:
+        wait_for(lambda: len(model.learnings) == 2)
+        chat.process.send_signal(signal.SIGKILL)
+    with process(tmp_path, model.url) as chat:
+        wait_for(lambda: len(model.learnings) == 3)
+        model.hold_learning.set()
+        chat.learned()
+        assert chat.facts() == ["User likes tea."]
+        chat.process.send_signal(signal.SIGKILL)
+
+    with process(tmp_path, model.url) as chat:
+        assert answer(chat.ask("Hi!", session=B)) and chat.learned() is None
+        [fact] = chat.http.get("/users/ann/memories").json()["memories"]
+    assert (fact["frequency"], fact["source"]) == (1, f"{A}/1")
+    assert len(chat.tables("memory.json")["history"]) == 1
+    asked = [json.loads(r["messages"][-1]["content"]) for r in model.learnings[3:]]
+    assert [[t["query"] for t in one["turns"]] for one in asked] == [["Hi!"]]
+
+
+def test_a_service_killed_in_mid_answer_starts_again_on_its_files(model, tmp_path):
+    model.replies += [says("Zebra."), [*says("Half ")[:2], WAIT]]
+    with process(tmp_path, model.url) as chat:
+        chat.ask("Name an animal.")
+        broken = pytest.raises(httpx.RemoteProtocolError)
+        with broken, streamed(chat, "And another?") as events:
+            until(events, "token")
+            chat.process.kill()
+            list(events)
+    with process(tmp_path, model.url) as chat:
+        assert answer(chat.ask("Which was it?"))
+        assert [turn["turn"] for turn in chat.turns()] == [1, 2]
+    assert model.requests[-1]["messages"][2]["content"] == "Zebra."
+
+
+# BUG: uvicorn waits for open streams without end, and only then ends the lifespan.
+def test_a_stop_does_not_wait_for_a_model_and_keeps_what_was_said(model, tmp_path):
+    model.replies.append([*says("Tea ")[:2], WAIT])
+    with process(tmp_path, model.url, SHUTDOWN_GRACE="0.2") as chat:
+        with streamed(chat, "I like tea.") as events:
+            until(events, "token")
+            chat.process.send_signal(signal.SIGTERM)
+            chat.process.wait(8)
+
+        [turn] = chat.turns()
+        assert (turn["response"], turn["status"]) == ("Tea ", "interrupted")
+
+
+def test_nothing_is_written_outside_the_data_folder_and_nothing_printed(
+    model, tmp_path
+):
+    home, data, code = tmp_path / "home", tmp_path / "data", Path(tools.__file__).parent
+    home.mkdir()
+    before = {name: (code / name).stat().st_mtime_ns for name in os.listdir(code)}
+    with process(data, model.url, HOME=str(home), TMPDIR=str(home)) as chat:
+        chat.ask("I use Shram and Magnet as productivity tools")
+        chat.learned()
+        chat.ask("I don't use Magnet anymore")
+        chat.learned()
+        assert len(chat.facts(query="tools", k=5)) == 1
+        chat.process.send_signal(signal.SIGTERM)
+        chat.process.wait(20)
+        stdout, stderr = chat.printed()
+
+    assert files(home) == [] and data.is_dir()
+    assert {n: (code / n).stat().st_mtime_ns for n in os.listdir(code)} == before
+    assert not [line for line in stdout.splitlines() if '" 20' not in line], stdout
+    assert not [n for n in stderr.splitlines() if not n.startswith("INFO:  ")], stderr
+
+
+BAD_SETTINGS = [
+    ("HINT_TOKENS", "abc"),
+    ("HINT_TOKENS", "1.5"),
+    ("MAX_ROUNDS", "0"),
+    ("TOOL_TIMEOUT", "-1"),
+    ("UPSTREAM_TIMEOUT", "nan"),
+    ("CHAT_EXTRA_BODY", "[1]"),
+    ("CHAT_EXTRA_BODY", "{"),
+    # BUG: the service starts, and every request fails.
+    ("OPENAI_BASE_URL", "localhost:8000/v1"),
+    ("DATA_DIR", "/proc/x"),
+]
+
+
+@pytest.mark.parametrize("name, value", BAD_SETTINGS)
+def test_a_bad_setting_ends_the_start_with_one_clear_line(tmp_path, name, value):
+    with process(tmp_path, "http://127.0.0.1:9/v1", **{name: value}) as chat:
+        assert chat.process.poll() not in (0, None)
+        stdout, stderr = chat.printed()
+
+    [line] = (stdout + stderr).strip().splitlines()
+    assert name in line and "Traceback" not in line
 
 
 # --- Memory: learning ---
@@ -584,9 +1960,8 @@ def test_an_endpoint_without_json_schema_gets_json_object_then_plain_text(chat, 
         400,
         {"error": {"message": "response_format json_schema is not supported"}},
     )
-    fenced = '```json\n{"operations": [%s]}\n```' % json.dumps(
-        add("User likes tea.", "I like tea")
-    )
+    operations = {"operations": [add("User likes tea.", "I like tea")]}
+    fenced = f"```json\n{json.dumps(operations)}\n```"
     model.operations += [refusal, refusal, "Sure!\n" + fenced]
     chat.ask("I like tea")
     chat.learned()
@@ -876,7 +2251,7 @@ def test_without_summaries_old_turns_are_dropped_in_steps(start, model):
         for n in range(1, 9):
             chat.ask(f"message {n}")
         users = [
-            [m["content"] for m in r["messages"] if m["role"] == "user"][0]
+            next(m["content"] for m in r["messages"] if m["role"] == "user")
             for r in model.requests
         ]
         assert [u[-1] for u in users[1:]] == ["1", "1", "1", "1", "4", "4", "4"]
@@ -1011,6 +2386,219 @@ def test_a_lost_facts_file_is_learned_again_from_the_transcripts(start, model):
         chat.learned()
         assert sorted(chat.facts()) == ["User likes jazz.", "User likes tea."]
         assert list((chat.folder / "ann").glob("memory.json.corrupt-*"))
+
+
+# --- Tools ---
+
+
+def call(function, arguments, timeout=5.0):
+    name = function.__name__
+    return asyncio.run(tools.call_tool({name: function}, name, arguments, timeout))
+
+
+def measure(title: float, unit: str = "m") -> dict:
+    """Return a height."""
+    return {"title": title, "unit": unit}
+
+
+class Recall:
+    async def recall(self, query: str) -> str:
+        """Return what is known."""
+        return f"{query}!"
+
+
+def test_a_schema_is_made_of_the_signature_and_the_docstring():
+    parameters = {"title": {"type": "number"}, "unit": {"type": "string"}}
+    parameters["unit"]["default"] = "m"
+
+    made = tools.schema(measure)["function"]
+
+    assert (made["name"], made["description"]) == ("measure", "Return a height.")
+    assert made["parameters"]["properties"] == parameters
+    assert made["parameters"]["required"] == ["title"]
+
+
+def test_a_method_is_a_tool_that_keeps_no_object_alive():
+    memory = Recall()
+    gone = weakref.ref(memory)
+    takes = tools.schema(memory.recall)["function"]["parameters"]
+    assert list(takes["properties"]) == ["query"]
+    assert call(memory.recall, {"query": "q"}) == (True, "q!")
+
+    del memory
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_function_the_model_could_not_call_is_refused():
+    def undocumented(number: int): ...
+
+    for wrong in (lambda x: x), (lambda *x: x):
+        wrong.__doc__ = "Return it."
+        with pytest.raises(ValueError):
+            tools.tool(wrong)
+    with pytest.raises(ValueError):
+        tools.tool(undocumented)
+    assert list(tools.TOOLS) == ["calculate", "current_time", "convert_units"]
+
+
+WRONG = {
+    "missing": ({}, "title: Missing"),
+    "type": ({"title": "high"}, "title: Input should be a valid number"),
+    "extra": ({"title": 1, "feet": 2}, "feet: Unexpected"),
+    "huge": ({"z" * 99_999: 1}, "title: Missing"),
+    "no_object": (None, "Arguments must be"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_answered_with_those_that_fit(arguments, said):
+    ok, text = call(measure, arguments)
+
+    assert not ok
+    assert text.startswith("Error: ") and said in text and len(text) < 2_000
+    assert json.dumps(tools.schema(measure)["function"]["parameters"]) in text
+
+
+def test_an_unknown_tool_is_answered_with_those_that_exist():
+    ok, text = asyncio.run(tools.call_tool(tools.TOOLS, "x" * 9_999, {}, 5))
+
+    assert not ok and len(text) < 200
+    assert text.endswith("the tools are calculate, current_time, convert_units.")
+
+
+RESULTS = {
+    "text": ("as it is", "as it is"),
+    "json": ({"a": ["é", None]}, '{"a": ["é", null]}'),
+    "other": (datetime(2026, 1, 2), '"2026-01-02 00:00:00"'),
+    "lone_surrogate": ("a\ud800b", "a\ufffdb"),
+    "surrogate_pair": ("\ud83d\ude00", "\U0001f600"),
+    "long": ("x" * 9_999, "x" * 7_967 + "\n[cut: 9999 characters in all]"),
+}
+
+
+@pytest.mark.parametrize(("result", "text"), RESULTS.values(), ids=RESULTS)
+def test_a_result_becomes_text_that_can_be_sent(result, text):
+    def give() -> object:
+        """Give it."""
+        return result
+
+    ok, sent = call(give, {})
+    assert (ok, sent[-30:]) == (True, text[-30:])
+    assert len(sent.encode()) <= tools.MAX_RESULT_CHARS
+
+
+FAILURES = {
+    "asked_amiss": (ValueError("no such city"), "no such city", False),
+    "broken": (OSError("disk full"), "disk full", True),
+    "silent": (RuntimeError(), "RuntimeError", True),
+    "own_timeout": (TimeoutError("server slow"), "server slow", True),
+    "stop_iteration": (StopIteration(), "generator raised StopIteration", True),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failing_tool_is_answered_and_logged_if_it_is_broken(case, caplog):
+    error, text, logged = FAILURES[case]
+
+    def fail(secret: str) -> str:
+        """Fail."""
+        raise error
+
+    assert call(fail, {"secret": "hunter2"}) == (False, f"Error: {text}")
+    assert [bool(record.exc_info) for record in caplog.records] == [True] * logged
+    assert "hunter2" not in caplog.text
+
+
+def test_a_slow_tool_is_stopped_and_a_slow_thread_not_waited_for():
+    release = threading.Event()
+
+    async def wait() -> None:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+
+    def block() -> None:
+        """Wait until released."""
+        release.wait(10)
+
+    async def both():
+        functions = {"wait": wait, "block": block}
+        try:
+            return [await tools.call_tool(functions, n, {}, 0.01) for n in functions]
+        finally:
+            release.set()
+
+    late = "Error: {} took longer than 0.01 s."
+    assert asyncio.run(both()) == [(False, late.format(n)) for n in ("wait", "block")]
+
+
+SUMS = {"-2 ** 2 + 7 // 2 + 7 % 4": "2", "2^10": "1024", "3 × 4 ÷ 6 − 1 =": "1"}
+SUMS |= {"1,234.5 + 1": "1235.5", "max(100,200)": "200", "cos(PI)": "-1", "-0.0": "0"}
+SUMS |= {"15% of 80": "12", "1 / 20%": "5", "2 ** 100 / 2": str(2**99)}
+SUMS |= {"0.1 + 0.2": "0.3", "math.sqrt(16) + log(8, 2) + factorial(5)": "127"}
+SUMS |= {"round(2.567, 1)": "2.6", "round(5, -10**9)": "0", "-" * 499 + "1": "-1"}
+
+
+@pytest.mark.parametrize(("expression", "value"), SUMS.items(), ids=range(len(SUMS)))
+def test_calculate_reads_what_models_write(expression, value):
+    assert tools.calculate(expression) == value
+
+
+HOSTILE = ["9**9**9", "10**200 * 10**200", "factorial(10**9)", "exp(1000)", "1e999"]
+HOSTILE += ["1 / 0", "(-8) ** 0.5", "sqrt(1,234)", "1,23", "(" * 249 + "1" + ")" * 249]
+HOSTILE += ["+1" * 251, "__import__('os')", "().__class__", "'a' * 9", "1j", "x + 1"]
+HOSTILE += ["1 << 9", "[1] * 9", "sqrt(x=1)", "min(*[1, 2])", "", "2 +", "\ud800", "\0"]
+
+
+@pytest.mark.parametrize("expression", HOSTILE, ids=range(len(HOSTILE)))
+def test_calculate_refuses_what_is_hostile_or_has_no_value(expression):
+    with pytest.raises(ValueError):
+        tools.calculate(expression)
+
+
+def test_current_time_is_utc_unless_a_zone_is_named(monkeypatch):
+    class Frozen(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.fromisoformat("2026-11-21T22:10:29+00:00").astimezone(tz)
+
+    monkeypatch.setattr(tools, "datetime", Frozen)
+    tokyo = "2026-11-22T07:10:29+09:00 (Sunday, week 47)"
+    assert tools.current_time() == "2026-11-21T22:10:29+00:00 (Saturday, week 47)"
+    assert tools.current_time("asia/tokyo") == tokyo
+
+
+@pytest.mark.parametrize("zone", ["../../etc/passwd", "Europe", "", "\0", "z" * 9_999])
+def test_current_time_opens_listed_zones_only(zone):
+    with pytest.raises(ValueError, match="such as Asia/Tokyo"):
+        tools.current_time(zone)
+
+
+QUANTITIES = """5 km > miles > 5 km = 3.106855961187 mi
+1 foot > Inches > 1 ft = 12 in
+32 °F > degrees Celsius > 32 °F = 0 °C
+1 m³ > liters > 1 m3 = 1000 l
+48 tsp > cup > 48 tsp = 1 cup
+36 km / h > m/s > 36 km/h = 10 m/s
+1 MB > Mb > 1 MB = 8 Mbit
+1 TiB > bytes > 1 TiB = 1099511627776 byte
+1 B > PB > 1 byte = 1e-15 PB
+1 mb > kB > 'mb' is not a unit that the description lists
+1 km > kg > km is length, but kg is mass
+-300 C > K > -300 °C is out of range
+nan m > km > nan m is out of range
+1e308 km > mm > 1e+308 km is out of range"""
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES.splitlines())
+def test_convert_units_answers_or_says_what_is_wrong(quantity):
+    source, target, text = quantity.split(" > ")
+    value, unit = source.split(" ", 1)
+    arguments = {"value": float(value), "from_unit": unit, "to_unit": target}
+
+    assert call(tools.convert_units, arguments) == (
+        (True, text) if " = " in text else (False, f"Error: {text}")
+    )
 
 
 if __name__ == "__main__":

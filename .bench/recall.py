@@ -67,8 +67,8 @@ class Service:
                 async with self.memory.turn(user, session) as turn:
                     with patch("memory.now", lambda when=when: when):  # ended_at
                         await turn.save(**document)
-        while self.memory.tasks:
-            await asyncio.wait(self.memory.tasks)
+            while self.memory.tasks:  # learned before the next session, as in life
+                await asyncio.wait(self.memory.tasks)
         for user in {user for user, _ in self.sessions}:
             past = self.past(user)
             assert len(past.entries) and not past.missing(), "not all was learned"
@@ -125,8 +125,13 @@ async def measure(data: Path, emb: Path, model: str, folder: Path) -> None:
     import locomo_recall
 
     conversations = locomo_recall.load(data)
-    embed = locomo_recall.Vectors(emb, conversations, model)
-    size = len(next(iter(embed.map.values())))
+    cached = locomo_recall.Vectors(emb, conversations, model).map
+    vectors = {text.strip(): vector for text, vector in cached.items()}
+    size = len(next(iter(vectors.values())))
+
+    def embed(text: str) -> Any:
+        return vectors[text.strip()]  # Mem0 trims what it is asked
+
     systems = {
         "service": Service(folder / "service", embed, model, cut=False),
         "service, cut": Service(folder / "cut", embed, model, cut=True),
@@ -136,7 +141,6 @@ async def measure(data: Path, emb: Path, model: str, folder: Path) -> None:
     for name, system in systems.items():
         rows[name], *_ = await locomo_recall.run(system, conversations)
         await system.close()
-    assert not embed.live, "some texts were not in the cache"
 
     print(f"{data.name}, {emb.name}: recall@5/10/20, and how many were returned of 20")
     print(f"{'':13}{'n':>4}", *(f"{name:>24}" for name in [*systems, "gain over Mem0"]))
