@@ -124,9 +124,11 @@ class Events:
         self.over = False
 
     def emit(self, type: str, **fields: Any) -> None:
-        line = json.dumps(
-            {"type": type, **fields}, ensure_ascii=False, separators=(",", ":")
-        )
+        event = {"type": type, **fields}
+        line = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        for mark in "\u0085\u2028\u2029" if not line.isascii() else "":
+            # Some clients take these for the end of a line.
+            line = line.replace(mark, f"\\u{ord(mark):04x}")
         self.lines.append(line.encode("utf-8", "replace") + b"\n")
         self.ready.set()
 
@@ -250,8 +252,8 @@ class Loop:
                     return
                 text = self.answer.response  # not forced, then
             except Failure as failure:
-                refused = names(failure.__cause__, "tools")
-                if not refused:
+                refused = failure.code == "upstream_rejected"
+                if not refused or not names(failure.__cause__, "tools"):
                     raise
         if not text:
             *before, last = self.messages
@@ -554,6 +556,9 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     """Return a call's arguments; {} where there are none, None where it is no JSON object."""
     try:
         arguments = json.loads(text) if text.strip() else {}
+        # Neither NaN nor lone surrogates: endpoints and clients would choke on them.
+        plain = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        arguments = json.loads(printable(plain))
     except (ValueError, RecursionError):
         return None
     return (

@@ -26,6 +26,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 if __name__ == "__main__" or "DATA_DIR" not in os.environ:
@@ -38,6 +39,8 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tinydb import TinyDB
 
 import tools
@@ -1807,6 +1810,1364 @@ def test_a_bad_setting_ends_the_start_with_one_clear_line(tmp_path, name, value)
 
     [line] = (stdout + stderr).strip().splitlines()
     assert name in line and "Traceback" not in line
+
+
+# --- Streams: what servers send, and the events that it gives ---
+
+
+def sse(text):
+    """Return an SSE text from its lines.
+
+    A line that is no whole chunk stands for one: an object is a delta, a bare word
+    the finish_reason in a chunk of its own; a line that begins with ~ is sent as it is.
+    """
+    sent = ""
+    for line in text.strip().splitlines():
+        if line.startswith("~"):
+            sent += line[1:] + "\n"
+        elif line == "[DONE]" or re.match(
+            r'\{"(id|object|choices|error|usage)":', line
+        ):
+            sent += f"data: {line}\n\n"
+        elif line.startswith("{"):
+            sent += f'data: {{"choices":[{{"index":0,"delta":{line}}}]}}\n\n'
+        else:
+            sent += (
+                f'data: {{"choices":[{{"delta":{{}},"finish_reason":"{line}"}}]}}\n\n'
+            )
+    return sent.encode()
+
+
+def event(type, round=1, **fields):
+    return {"type": type, "round": round, **fields}
+
+
+def done(response, finish_reason="stop", usage=None, rounds=1):
+    return {"type": "done", "response": response, "turn": 1, "rounds": rounds,
+            "finish_reason": finish_reason, "usage": usage}  # fmt: skip
+
+
+def said(*texts, finish_reason="stop", usage=None, thought=()):
+    """Return the events of an answer in plain text."""
+    thinking = [event("thinking", text=text) for text in thought]
+    tokens = [event("token", text=text) for text in texts]
+    return [*thinking, *tokens, done("".join(texts), finish_reason, usage)]
+
+
+def ran(*done_calls, text=(), thought=(), usage=None):
+    """Return the events of a round of calls, (id, name, arguments, result), and of the answer."""
+    events = [event("thinking", text=text) for text in thought]
+    events += [event("token", text=part) for part in text]
+    for id, name, arguments, _ in done_calls:
+        events.append(event("tool_call", id=id, name=name, arguments=arguments))
+    if text:
+        events.append(event("thought", text="".join(text)))
+    for id, name, _, (ok, content) in done_calls:
+        events.append(event("tool_result", id=id, name=name, ok=ok, content=content))
+    return [*events, event("token", 2, text="So."), done("So.", "stop", usage, 2)]
+
+
+def broke(*texts, code="upstream_unavailable"):
+    return [
+        *(event("token", text=text) for text in texts),
+        {"type": "error", "code": code},
+    ]
+
+
+SO = sse('{"content":"So."}\nstop\n[DONE]')  # what follows a round of calls
+SUM = ("calculate", {"expression": "2+3"}, (True, "5"))
+MILES = ("convert_units", {"value": 5, "from_unit": "km", "to_unit": "mi"},
+         (True, "5 km = 3.106855961187 mi"))  # fmt: skip
+NOW = ("current_time", {}, (True, "TIME"))
+NOTHING = (True, "Nothing is known about the user that bears on this.")
+BROKEN = (False, "ERROR calculate takes JSON")
+CUT_OFF = (False, "ERROR cut off by the length limit")
+
+
+def as_expected(events):
+    """Return events with what varies put plainly: made-up ids, times, the order of results."""
+    ids, ordered, results = {}, [], []
+    for e in events:
+        e = {key: value for key, value in e.items() if key not in ("ms", "message")}
+        if e["type"] in ("tool_call", "tool_result"):
+            made_up = re.fullmatch(r"(call_)?[0-9a-f]{9,32}", e["id"])
+            e["id"] = ids.setdefault(e["id"], f"new{len(ids)}" if made_up else e["id"])
+        if e["type"] != "tool_result":
+            if results and e.get("round") != results[-1]["round"]:
+                ordered += sorted(results, key=lambda r: [*ids.values()].index(r["id"]))
+                results = []
+            ordered.append(e)
+            continue
+        e["content"] = re.sub(r"^\d{4}-.*week \d+\)$", "TIME", e["content"])
+        for phrase in (
+            "calculate takes JSON",
+            "cut off by the length limit",
+            "there is no tool",
+        ):
+            if e["content"].startswith("Error: ") and phrase in e["content"]:
+                e["content"] = f"ERROR {phrase}"
+        results.append(e)
+    return ordered + results
+
+
+class Picky(StandIn):
+    """A stand-in that may refuse requests, and answers when a plan is asked for as JSON."""
+
+    def __init__(self):
+        super().__init__()
+        self.refuse = lambda request: None  # returns the error's message
+        self.plans = deque()  # answers to requests for a plan
+        self.planned = []  # those requests
+
+    async def stream(self, request, send, receive):
+        if message := self.refuse(request):
+            self.requests.append(request)
+            error = {"message": message, "type": "BadRequestError", "code": 400}
+            await self.json(send, {"error": error}, 400)
+        else:
+            await super().stream(request, send, receive)
+
+    async def complete(self, request, send, receive):
+        schema = (request.get("response_format") or {}).get("json_schema") or {}
+        planned = schema.get("name") == "plan" or "Do not answer yet" in str(request)
+        known = self.planned if planned else self.learnings
+        if message := self.refuse(request):
+            known.append(request)
+            await self.json(send, {"error": {"message": message}}, 400)
+        elif planned:
+            known.append(request)
+            message = {"role": "assistant", "content": self.plans.popleft()}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            await self.json(send, {"id": "x", "object": "chat.completion", "created": 0,
+                                   "model": "m", "choices": [choice]})  # fmt: skip
+        else:
+            await super().complete(request, send, receive)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One service and one stand-in for tests that need no fresh ones, since starting takes long."""
+    import main
+    import memory
+
+    stand_in, folder = Picky(), tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch, Server(stand_in) as endpoint:
+        known = {"BASE_URL": f"{endpoint.url}/v1", "OPENAI_API_KEY": "EMPTY"}
+        known |= {"CHAT_MODEL": "", "EMBEDDING_BASE_URL": "", "EMBEDDING_MODEL": ""}
+        for name, value in known.items():
+            patch.setattr(main, name, value)
+        patch.setattr(memory, "DATA_DIR", folder)
+        with Server(main.app) as server:
+            chat = Chat(server.url, folder)
+            chat.service, chat.model = main.app.state.service, stand_in
+            yield chat
+
+
+@pytest.fixture
+def picky(shared):
+    """The shared stand-in, that nothing is known of yet."""
+    model = shared.model
+    shared.service.refused.clear()
+    for kept in (model.requests, model.learnings, model.planned, model.plans):
+        kept.clear()
+    model.gate.clear()
+    yield model
+    model.gate.set()
+    model.refuse = lambda request: None
+    shared.service.refused.clear()
+
+
+def turn(shared, *replies, **more):
+    """Return the events after `memory` of a new user's turn."""
+    import main
+
+    main.app.state.service = shared.service  # a test before may have had its own
+    shared.model.replies.clear()
+    shared.model.replies += replies
+    reply = shared.post("Go on.", user=f"u{uuid.uuid4().hex}", **more)
+    events = [json.loads(line) for line in reply.content.splitlines()]  # at \n alone
+    assert events[0]["type"] == "memory"
+    return as_expected(events[1:])
+
+
+STREAMS = {
+    # OpenAI
+    "openai text": (
+        """
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}],"usage":null}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":null}],"usage":null}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"content":" Ann."},"logprobs":null,"finish_reason":null}],"usage":null}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15,"prompt_tokens_details":{"cached_tokens":0}}}
+[DONE]""",
+        said("Hello", " Ann.", usage=USAGE),
+    ),
+    "openai a call in pieces": (
+        """
+{"role":"assistant","content":null,"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":""}}],"refusal":null}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\""}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"expression"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"\\":\\"2+3\\"}"}}]}
+tool_calls
+{"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
+[DONE]""",
+        ran(("call_X1", *SUM), usage=USAGE),
+    ),
+    "openai parallel calls": (
+        """
+{"role":"assistant","content":null}
+{"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":""}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
+{"tool_calls":[{"index":1,"id":"call_X2","type":"function","function":{"name":"convert_units","arguments":""}}]}
+{"tool_calls":[{"index":1,"function":{"arguments":"{\\"value\\": 5, \\"from_unit\\": \\"km\\","}}]}
+{"tool_calls":[{"index":1,"function":{"arguments":" \\"to_unit\\": \\"mi\\"}"}}]}
+{"tool_calls":[{"index":2,"id":"call_X3","type":"function","function":{"name":"current_time","arguments":"{}"}}]}
+tool_calls
+[DONE]""",
+        ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW)),
+    ),
+    "openai refusal field": (
+        '{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop\n[DONE]',
+        said("I cannot."),
+    ),
+    "text before calls": (
+        """
+{"role":"assistant","content":"Let me "}
+{"content":"see."}
+{"content":null,"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("call_X1", *SUM), text=["Let me ", "see."]),
+    ),
+    "nothing at all": ("stop\n[DONE]", said()),
+    # vLLM
+    "vllm hermes": (
+        """
+{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}
+{"tool_calls":[{"id":"chatcmpl-tool-aa","type":"function","index":0,"function":{"name":"calculate"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": "}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}}]}
+{"tool_calls":[{"id":"chatcmpl-tool-bb","type":"function","index":1,"function":{"name":"current_time"}}]}
+{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"tool_calls","stop_reason":null}]}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[],"usage":{"prompt_tokens":10,"total_tokens":15,"completion_tokens":5}}
+[DONE]""",
+        ran(("chatcmpl-tool-aa", *SUM), ("chatcmpl-tool-bb", *NOW), usage=USAGE),
+    ),
+    "vllm hermes, later pieces with id null": (
+        """
+{"tool_calls":[{"id":"chatcmpl-tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}
+{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2"}}]}
+{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"+3\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("chatcmpl-tool-aa", *SUM)),
+    ),
+    "vllm llama3_json, last piece beside finish_reason": (
+        """
+{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3"}}]}
+{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}
+[DONE]""",
+        ran(("chatcmpl-tool-aa", *SUM)),
+    ),
+    "vllm llama3_json without a parser": (
+        """
+{"content":"<|python_tag|>"}
+{"content":"{\\"name\\": \\"calculate\\", \\"parameters\\": "}
+{"content":"{\\"expression\\": \\"2+3\\"}}"}
+stop
+[DONE]""",
+        ran(("new0", *SUM)),
+    ),
+    "vllm mistral": (
+        """
+{"role":"assistant","content":""}
+{"tool_calls":[{"index":0,"id":"bCd3fG7hJ","type":"function","function":{"name":"calculate"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
+{"tool_calls":[{"index":1,"id":"Q9wErTy12","type":"function","function":{"name":"current_time"}}]}
+{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}
+tool_calls
+[DONE]""",
+        ran(("bCd3fG7hJ", *SUM), ("Q9wErTy12", *NOW)),
+    ),
+    "mistral without a parser": (
+        (
+            '{"content":"[TOOL_CALLS]"}\n'
+            '{"content":"[{\\"name\\": \\"calculate\\", \\"arguments\\": {\\"expression\\": \\"2+3\\"}}]"}\n'
+            "stop\n[DONE]"
+        ),
+        ran(("new0", *SUM)),
+    ),
+    "mistral content as parts": (
+        """
+{"content":[{"type":"text","text":"Hel"}]}
+{"content":[{"type":"text","text":"lo"},{"type":"reference","reference_ids":[1]},{"type":"text","text":"."}]}
+stop
+[DONE]""",
+        said("Hel", "lo."),
+    ),
+    "vllm xlam leaks the fence and the start of the JSON": (
+        """
+{"role":"assistant","content":""}
+{"content":"```"}
+{"content":"json\\n"}
+{"content":"[{\\"name\\": \\"calc"}
+{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate","arguments":""}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":""}}]}
+tool_calls
+[DONE]""",
+        ran(("chatcmpl-tool-aa", *SUM)),
+    ),
+    "vllm named tool choice ends in stop": (
+        """
+{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":" \\"2+3\\"}"}}]}
+stop
+[DONE]""",
+        ran(("chatcmpl-tool-aa", *SUM)),
+    ),
+    "vllm interval over 1: head and arguments together, calls interleaved": (
+        """
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate"}},{"index":1,"id":"bb","function":{"name":"convert_units"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\":"}},{"index":1,"function":{"arguments":"{\\"value\\":5,"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}},{"index":1,"function":{"arguments":"\\"from_unit\\":\\"km\\",\\"to_unit\\":\\"mi\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("aa", *SUM), ("bb", *MILES)),
+    ),
+    # Ollama, llama.cpp
+    "ollama a whole call in one chunk": (
+        """
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"q","system_fingerprint":"fp_ollama","choices":[{"index":0,"delta":{"role":"assistant","content":"","tool_calls":[{"id":"call_x1","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]},"finish_reason":null}]}
+{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"q","system_fingerprint":"fp_ollama","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":"stop"}]}
+[DONE]""",
+        ran(("call_x1", *SUM)),
+    ),
+    "ollama several calls, all with index 0": (
+        """
+{"tool_calls":[{"id":"call_x1","index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
+{"tool_calls":[{"id":"call_x2","index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}
+{"tool_calls":[{"id":"call_x3","index":0,"function":{"name":"current_time","arguments":"{}"}}]}
+tool_calls
+[DONE]""",
+        ran(
+            ("call_x1", *SUM),
+            ("call_x2", "calculate", {"expression": "7*6"}, (True, "42")),
+            ("call_x3", *NOW),
+        ),
+    ),
+    "ollama several calls in one chunk, without ids": (
+        (
+            '{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}},'
+            '{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}\nstop'
+        ),
+        ran(("new0", *SUM), ("new1", "calculate", {"expression": "7*6"}, (True, "42"))),
+    ),
+    "llama.cpp": (
+        """
+{"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}],"created":1,"id":"chatcmpl-1","model":"m","system_fingerprint":"b1-x","object":"chat.completion.chunk"}
+{"choices":[{"finish_reason":null,"index":0,"delta":{"tool_calls":[{"index":0,"id":"Zz9","type":"function","function":{"name":"calculate","arguments":"{"}}]}}]}
+{"choices":[{"finish_reason":null,"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"expression\\":\\"2+3\\"}"}}]}}]}
+{"choices":[{"finish_reason":"tool_calls","index":0,"delta":{}}],"usage":{"completion_tokens":5,"prompt_tokens":10,"total_tokens":15},"timings":{"prompt_n":1}}
+[DONE]""",
+        ran(("Zz9", *SUM), usage=USAGE),
+    ),
+    # Thinking
+    "deepseek reasoning_content, then content": (
+        """
+{"role":"assistant","content":null,"reasoning_content":""}
+{"content":null,"reasoning_content":"Two and "}
+{"content":null,"reasoning_content":"three."}
+{"content":"Five.","reasoning_content":null}
+stop
+[DONE]""",
+        said("Five.", thought=["Two and ", "three."]),
+    ),
+    "vllm reasoning field, then a call": (
+        """
+{"reasoning":"I need a tool.","reasoning_content":null}
+{"content":"\\n\\n"}
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("aa", *SUM), thought=["I need a tool."]),
+    ),
+    "both reasoning fields say the same": (
+        '{"reasoning":"Hm.","reasoning_content":"Hm."}\n{"content":"Yes."}\nstop\n[DONE]',
+        said("Yes.", thought=["Hm."]),
+    ),
+    "think tags in the content": (
+        '{"content":"<think>\\nHm."}\n{"content":"</think>\\n\\nYes."}\nstop\n[DONE]',
+        said("Yes.", thought=["\nHm."]),
+    ),
+    "think tags split over chunks": (
+        """
+{"content":"<"}
+{"content":"thi"}
+{"content":"nk>"}
+{"content":"Hm <"}
+{"content":" 3.</th"}
+{"content":"ink"}
+{"content":">"}
+{"content":"\\n\\n"}
+{"content":"Yes."}
+stop
+[DONE]""",
+        said("Yes.", thought=["Hm ", "< 3."]),
+    ),
+    "think tag never closed": (
+        '{"content":"<think>Hm, "}\n{"content":"and </thi"}\nlength\n[DONE]',
+        said(finish_reason="length", thought=["Hm, ", "and ", "</thi"]),
+    ),
+    "think tags, then a call as text": (
+        (
+            '{"content":"<think>Hm.</think>\\n<tool_call>\\n{\\"name\\": \\"calculate\\", "}\n'
+            '{"content":"\\"arguments\\": {\\"expression\\": \\"2+3\\"}}\\n</tool_call>"}\nstop\n[DONE]'
+        ),
+        ran(("new0", *SUM), thought=["Hm."]),
+    ),
+    "what only begins like a think tag": (
+        '{"content":"<th"}\n{"content":"ree> is no tag"}\nstop\n[DONE]',
+        said("<three> is no tag"),
+    ),
+    "a think tag later in the answer is text": (
+        '{"content":"Write "}\n{"content":"<think>x</think>."}\nstop\n[DONE]',
+        said("Write ", "<think>x</think>."),
+    ),
+    # Calls as text
+    "tool_call tags": (
+        (
+            '{"content":"<tool"}\n{"content":"_call>\\n{\\"name\\": \\"calculate\\", \\"argum"}\n'
+            '{"content":"ents\\": {\\"expression\\": \\"2+3\\"}}\\n</tool_call>"}\nstop\n[DONE]'
+        ),
+        ran(("new0", *SUM)),
+    ),
+    "several tool_call tags": (
+        (
+            '{"content":"<tool_call>{\\"name\\":\\"calculate\\",\\"arguments\\":{\\"expression\\":\\"2+3\\"}}</tool_call>\\n"}\n'
+            '{"content":"<tool_call>{\\"name\\":\\"current_time\\",\\"arguments\\":{}}</tool_call>"}\nstop\n[DONE]'
+        ),
+        ran(("new0", *SUM), ("new1", *NOW)),
+    ),
+    "fenced JSON": (
+        (
+            '{"content":"```json\\n{\\n  \\"name\\": \\"calculate\\",\\n"}\n'
+            '{"content":"  \\"arguments\\": {\\"expression\\": \\"2+3\\"}\\n}\\n```"}\nstop\n[DONE]'
+        ),
+        ran(("new0", *SUM)),
+    ),
+    "bare JSON object": (
+        '{"content":"{\\"name\\":\\"calculate\\",\\"arguments\\":{\\"expression\\":\\"2+3\\"}}"}\nstop\n[DONE]',
+        ran(("new0", *SUM)),
+    ),
+    "bare JSON list, arguments in a string": (
+        '{"content":"[{\\"name\\":\\"calculate\\",\\"arguments\\":\\"{\\\\\\"expression\\\\\\":\\\\\\"2+3\\\\\\"}\\"}]"}\nstop\n[DONE]',
+        ran(("new0", *SUM)),
+    ),
+    "parameters for arguments, in OpenAI's own shape": (
+        '{"content":"{\\"type\\":\\"function\\",\\"function\\":{\\"name\\":\\"calculate\\",\\"parameters\\":{\\"expression\\":\\"2+3\\"}}}"}\nstop\n[DONE]',
+        ran(("new0", *SUM)),
+    ),
+    "two fenced lists after one another": (
+        (
+            '{"content":"```json\\n[{\\"name\\":\\"calculate\\",\\"arguments\\":{\\"expression\\":\\"2+3\\"}}]\\n```\\n"}\n'
+            '{"content":"```json\\n[{\\"name\\":\\"current_time\\",\\"arguments\\":{}}]\\n```"}\nstop\n[DONE]'
+        ),
+        ran(("new0", *SUM), ("new1", *NOW)),
+    ),
+    "marks inside the arguments stay": (
+        '{"content":"{\\"name\\":\\"calculate\\",\\"arguments\\":{\\"expression\\":\\"2+3```\\"}}"}\nstop\n[DONE]',
+        ran(
+            (
+                "new0",
+                "calculate",
+                {"expression": "2+3```"},
+                (
+                    False,
+                    "Error: no value: SyntaxError: invalid syntax (<unknown>, line 1)",
+                ),
+            )
+        ),
+    ),
+    "an unknown tool in JSON is an answer": (
+        '{"content":"[{\\"name\\": \\"gree"}\n{"content":"ting\\", \\"arguments\\": {}}]"}\nstop\n[DONE]',
+        said('[{"name": "greeting", "arguments": {}}]'),
+    ),
+    "JSON that begins like a call is an answer": (
+        '{"content":"{\\"na"}\n{"content":"me\\": \\"Ann\\""}\n{"content":", \\"age\\": 3}"}\nstop\n[DONE]',
+        said('{"name": "Ann"', ', "age": 3}'),
+    ),
+    "JSON about something of a tool's name is an answer": (
+        '{"content":"{\\"name\\": \\"calculate\\", \\"price\\": 3}"}\nstop\n[DONE]',
+        said('{"name": "calculate", "price": 3}'),
+    ),
+    "other JSON is an answer": (
+        '{"content":"{"}\n{"content":"\\"answer\\""}\n{"content":": 42}"}\nstop\n[DONE]',
+        said('{"answer"', ": 42}"),
+    ),
+    "fenced code is an answer": (
+        '{"content":"```"}\n{"content":"python"}\n{"content":"\\nprint(1)\\n```"}\nstop\n[DONE]',
+        said("```python", "\nprint(1)\n```"),
+    ),
+    "a call that is only mentioned is an answer": (
+        '{"content":"Write "}\n{"content":"<tool_call>{\\"name\\":\\"calculate\\",\\"arguments\\":{}}</tool_call>"}\nstop\n[DONE]',
+        said("Write ", '<tool_call>{"name":"calculate","arguments":{}}</tool_call>'),
+    ),
+    "a call with words after it is an answer": (
+        '{"content":"{\\"name\\":\\"calculate\\",\\"arguments\\":{}}"}\n{"content":" is how."}\nstop\n[DONE]',
+        said('{"name":"calculate","arguments":{}} is how.'),
+    ),
+    # Pieces of calls
+    "pieces without index": (
+        """
+{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"function":{"arguments":"\\"2+3\\"}"}}]}
+{"tool_calls":[{"id":"bb","function":{"name":"current_time","arguments":""}}]}
+{"tool_calls":[{"function":{"arguments":"{}"}}]}
+tool_calls
+[DONE]""",
+        ran(("aa", *SUM), ("bb", *NOW)),
+    ),
+    "pieces without id": (
+        """
+{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}}]}
+{"tool_calls":[{"index":1,"function":{"name":"current_time","arguments":""}}]}
+tool_calls
+[DONE]""",
+        ran(("new0", *SUM), ("new1", *NOW)),
+    ),
+    "pieces with neither": (
+        """
+{"tool_calls":[{"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"function":{"arguments":"\\"2+3\\"}"}}]}
+{"tool_calls":[{"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("new0", *SUM), ("new1", "calculate", {"expression": "7*6"}, (True, "42"))),
+    ),
+    "name repeated in each piece": (
+        """
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":""}}]}
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"\\"2+3\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("aa", *SUM)),
+    ),
+    "name repeated without id, up to an empty last piece": (
+        """
+{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"\\"2+3\\"}"}}]}
+{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":""}}]}
+tool_calls
+[DONE]""",
+        ran(("new0", *SUM)),
+    ),
+    "another id in each piece": (
+        """
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":""}}]}
+{"tool_calls":[{"index":0,"id":"ab","function":{"arguments":"{\\"expression\\":"}}]}
+{"tool_calls":[{"index":0,"id":"ac","function":{"arguments":"\\"2+3\\"}"}}]}
+tool_calls
+[DONE]""",
+        ran(("aa", *SUM)),
+    ),
+    "a piece without a name is no call": (
+        (
+            '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n'
+            '{"tool_calls":[{"index":1,"id":"bb","function":{"name":"current_time","arguments":"{}"}}]}\n'
+            "tool_calls\n[DONE]"
+        ),
+        ran(("bb", *NOW)),
+    ),
+    "arguments as an object": (
+        (
+            '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},'
+            '{"index":1,"id":"bb","function":{"name":"current_time","arguments":{}}}]}\ntool_calls\n[DONE]'
+        ),
+        ran(("aa", *SUM), ("bb", *NOW)),
+    ),
+    "arguments empty, null, missing": (
+        """
+{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":""}}]}
+{"tool_calls":[{"index":1,"id":"bb","function":{"name":"fetch_memory","arguments":"{\\"query\\":\\"x\\"}"}}]}
+{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}
+tool_calls
+[DONE]""",
+        ran(
+            ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("aa", *NOW), ("cc", *NOW)
+        ),
+    ),
+    "arguments missing": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", *NOW)),
+    ),
+    "arguments that say null": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":"null"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", *NOW)),
+    ),
+    "arguments broken": (
+        (
+            '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": 2+3}"}}]}\n'
+            '{"tool_calls":[{"index":1,"id":"bb","function":{"name":"current_time","arguments":"{}"}}]}\ntool_calls\n[DONE]'
+        ),
+        ran(("aa", "calculate", {}, BROKEN), ("bb", *NOW)),
+    ),
+    "arguments are a list": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"[\\"2+3\\"]"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", "calculate", {}, BROKEN)),
+    ),
+    "arguments that are no JSON number": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": NaN}"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", "calculate", {}, BROKEN)),
+    ),
+    "arguments cut by length": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": \\"2+"}}]}\nlength\n[DONE]',
+        ran(("aa", "calculate", {}, CUT_OFF)),
+    ),
+    "arguments cut by length before they began": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":""}}]}\nlength\n[DONE]',
+        ran(("aa", "current_time", {}, CUT_OFF)),
+    ),
+    "arguments cut, said to be complete": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": \\"2+"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", "calculate", {}, BROKEN)),
+    ),
+    "an invented tool": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"greeting","arguments":"{}"}}]}\ntool_calls\n[DONE]',
+        ran(("aa", "greeting", {}, (False, "ERROR there is no tool"))),
+    ),
+    # The end
+    "tool_calls without calls": ('{"content":"Hi."}\ntool_calls\n[DONE]', said("Hi.")),
+    "tool_calls with an empty list": (
+        '{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
+        said("Hi."),
+    ),
+    "no finish_reason, but [DONE]": ('{"content":"Hi."}\n[DONE]', said("Hi.")),
+    "no finish_reason, a call and [DONE]": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":"{}"}}]}\n[DONE]',
+        ran(("aa", *NOW)),
+    ),
+    "finish_reason, but no [DONE]": ('{"content":"Hi."}\nstop', said("Hi.")),
+    "neither": ('{"content":"Hi."}', broke("Hi.")),
+    "answer cut by length": (
+        '{"content":"Hi"}\nlength\n[DONE]',
+        said("Hi", finish_reason="length"),
+    ),
+    "usage in every chunk": (
+        """
+{"choices":[{"index":0,"delta":{"content":"Hel"}}],"usage":{"prompt_tokens":10,"completion_tokens":1,"total_tokens":11}}
+{"choices":[{"index":0,"delta":{"content":"lo"}}],"usage":{"prompt_tokens":10,"completion_tokens":4,"total_tokens":14}}
+{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
+{"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
+[DONE]""",
+        said("Hel", "lo", usage=USAGE),
+    ),
+    # The lines
+    "CRLF": (
+        sse('{"content":"Hi."}\nstop\n[DONE]').replace(b"\n", b"\r\n"),
+        said("Hi."),
+    ),
+    "comments, other fields, data: without a space": (
+        '~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]',
+        said("Hi."),
+    ),
+    "blank lines missing between events": (
+        sse('{"content":"Hel"}\n{"content":"lo"}\nstop\n[DONE]').replace(
+            b"\n\n", b"\n"
+        ),
+        said("Hel", "lo"),
+    ),
+    "no line end at the end": (
+        sse('{"content":"Hi."}\nstop\n[DONE]').rstrip(),
+        said("Hi."),
+    ),
+    "JSON printed over several data lines": (
+        '~data: {\n~data:   "choices": [\n~data:     {"delta": {"content": "Hi."}}\n~data:   ]\n~data: }\n~\nstop\n[DONE]',
+        said("Hi."),
+    ),
+    "an event that is no object": (
+        '{"content":"Hi"}\n~data: 5\n~\nstop\n[DONE]',
+        broke("Hi"),
+    ),
+    "events without data": (
+        '~data:\n~\n~event: ping\n~\n{"content":"Hi."}\nstop\n[DONE]',
+        said("Hi."),
+    ),
+    "nulls and strings where objects belong": (
+        (
+            '{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n'
+            '{"tool_calls":[{"function":"x"}]}\n{"content":5}\n{"content":"Hi."}\nstop\n[DONE]'
+        ),
+        said("Hi."),
+    ),
+    "error object mid-stream": (
+        '{"content":"Hi"}\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
+        broke("Hi"),
+    ),
+    "truncated JSON line": (
+        '{"content":"Hi"}\n~data: {"choices":[{"delta":{"con\n~\nstop\n[DONE]',
+        broke("Hi"),
+    ),
+    "truncated JSON at the end": (
+        '{"content":"Hi"}\n~data: {"choices":[{"delta":{"con',
+        broke("Hi"),
+    ),
+    # The text
+    "emoji, CJK and line separators": (
+        sse('{"content":"😀 "}\n{"content":"你好\\u2028"}\nstop\n[DONE]').replace(
+            b"\\u2028", "\u2028\u0085".encode()
+        ),
+        said("😀 ", "你好\u2028\u0085"),
+    ),
+    "escaped pairs": ('{"content":"\\ud83d\\ude00!"}\nstop\n[DONE]', said("😀!")),
+    "lone surrogates": ('{"content":"a \\ud83d b"}\nstop\n[DONE]', said("a ? b")),
+    "lone surrogates in arguments": (
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"fetch_memory","arguments":"{\\"query\\":\\"\\\\ud83d x\\"}"}}]}\nstop\n[DONE]',
+        ran(("aa", "fetch_memory", {"query": "? x"}, NOTHING)),
+    ),
+    "bytes that are no UTF-8": (
+        sse('{"content":"a @ b"}\nstop\n[DONE]').replace(b"@", b"\xff"),
+        said("a \ufffd b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("stream, expected", STREAMS.values(), ids=STREAMS.keys())
+def test_a_recorded_stream_gives_exactly_these_events(shared, stream, expected):
+    stream = stream if isinstance(stream, bytes) else sse(stream)
+    assert turn(shared, [stream], [SO]) == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": 2+3}"}}]}\ntool_calls',
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": \\"2"}}]}\nlength',
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"[]"}}]}\nstop',
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"text\\": \\"2+3\\"}"}}]}\nstop',
+    ],
+    ids=["broken", "cut", "list", "misnamed"],
+)
+def test_arguments_that_do_not_fit_are_repaired_in_another_round(shared, call):
+    again = calls(("calculate", {"expression": "2+3"}))
+    events = turn(shared, [sse(call + "\n[DONE]")], again, [SO])
+
+    told = shared.model.requests[-2]["messages"][-2:]
+    assert isinstance(
+        json.loads(told[0]["tool_calls"][0]["function"]["arguments"]), dict
+    )
+    assert told[1]["role"] == "tool" and told[1]["tool_call_id"] == "aa"
+    assert told[1]["content"].startswith(("Error: ", "arguments"))
+    assert [(e["round"], e["ok"]) for e in of(events, "tool_result")] == [
+        (1, False),
+        (2, True),
+    ]
+    assert answer(events) == "So." and events[-1]["rounds"] == 3
+
+
+def test_what_is_no_text_is_not_sent_back(shared):
+    turn(shared, calls(("fetch_memory", '{"query": "\\ud83d x"}')), [SO])
+    asked = shared.model.requests[-1]["messages"][-2]["tool_calls"][0]["function"]
+    assert json.loads(asked["arguments"]) == {"query": "? x"}
+
+
+def test_calls_without_an_id_get_one_that_every_template_takes(shared):
+    written = {"name": "calculate", "arguments": {"expression": "2+3"}}
+    turn(shared, says(json.dumps([written, written])), [SO])
+    asked, *told = shared.model.requests[-1]["messages"][-3:]
+    ids = [call["id"] for call in asked["tool_calls"]]
+    assert ids == [message["tool_call_id"] for message in told]
+    assert len(set(ids)) == 2 and all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
+
+
+# Any way of cutting
+
+
+def joined(events):
+    """Return events with adjacent texts of a kind made one."""
+    whole = []
+    for e in events:
+        if (
+            whole
+            and e["type"] in ("token", "thinking")
+            and whole[-1]["type"] == e["type"]
+        ):
+            whole[-1]["text"] += e["text"]
+        else:
+            whole.append(dict(e))
+    return whole
+
+
+def deltas(field, texts):
+    """Return SSE lines, without a space or with one, of texts as they are cut."""
+    pieces = [{"choices": [{"index": 0, "delta": field(text)}]} for text in texts]
+    return b"".join(
+        b"data: %s\n\n" % json.dumps(piece, ensure_ascii=n % 2 == 0).encode()
+        for n, piece in enumerate(pieces)
+    )
+
+
+def content(text):
+    return {"content": text}
+
+
+def arguments(text):
+    return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+
+
+HEAD = sse('{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate"}}]}')
+CUTTABLE = {
+    "think": ("<think>\nHm, 1 < 2 </no> 😀</think>\n\n  你好 <b>{\"name\": 1}</b>\u2028!", b"", content),
+    "call in pieces": ('{"expression": "(2+3) * 7"}', HEAD, arguments),
+    "calls as text": (
+        ('<think>x</think>\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+3"}}\n</tool_call>\n'
+        '<tool_call>{"name": "calculate", "arguments": {"expression": "7*6"}}</tool_call>'), b"", content),
+    "fenced call": ('```json\n[{"name": "calculate", "arguments": {"expression": "2+3"}}]\n```', b"", content),
+    "JSON answer": (' {"name": "Ann", "arguments": ["<think>"]}', b"", content),
+    "code answer": ('\n```python\nprint({"name": "calculate"})\n```', b"", content),
+}  # fmt: skip
+LAST = sse("stop\n~: ping\n~\n[DONE]")
+
+
+def cut(whole, places):
+    places = sorted({place % (len(whole) + 1) for place in places})
+    ends = [0, *places, len(whole)]
+    return [whole[a:b] for a, b in pairwise(ends) if a < b]
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    name=st.sampled_from(sorted(CUTTABLE)),
+    in_text=st.lists(st.integers(0, 10_000), max_size=30),
+    in_bytes=st.lists(st.integers(0, 100_000), max_size=30),
+    line_end=st.sampled_from([b"\n", b"\r\n"]),
+)
+@example("think", range(200), [], b"\n")
+@example("calls as text", range(300), [], b"\n")
+@example("call in pieces", range(200), [], b"\r\n")
+@example("think", [], range(1, 1000), b"\r\n")
+@example("JSON answer", range(100), range(0, 2000, 3), b"\n")
+def test_any_way_of_cutting_a_stream_gives_the_same_events(
+    shared, name, in_text, in_bytes, line_end
+):
+    text, head, field = CUTTABLE[name]
+    expected = turn(shared, [head + deltas(field, [text]) + LAST], [SO])
+    stream = head + deltas(field, cut(text, in_text)) + LAST
+    got = turn(shared, cut(stream.replace(b"\n", line_end), in_bytes), [SO])
+    assert joined(got) == joined(expected)
+    assert expected[-1]["type"] == "done"
+
+
+# Held back only while needed
+
+
+def live(shared, *replies, message="Go on."):
+    """Yield the events of a new user's turn as they come."""
+    import main
+
+    main.app.state.service = shared.service
+    shared.model.replies.clear()
+    shared.model.replies += replies
+    body = {"user_id": f"u{uuid.uuid4().hex}", "session_id": A, "message": message}
+    with shared.http.stream("POST", "/chat", json=body, timeout=5) as reply:
+        for line in reply.iter_lines():
+            yield json.loads(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hello", "{}", '{"b', '{\n "users"', '{"name": "Ann"', '{"names"', "[1]", "[[", "```python",
+     "```\nls", "<b>", "<thinking>", "<tool>", "  Hi", "<think>Hm.</think>\n\nHi"],
+    ids=str,
+)  # fmt: skip
+def test_a_plain_answers_first_token_does_not_wait_for_the_second(shared, picky, text):
+    events = live(shared, [chunk({"content": text}), WAIT, *says(" and so on")])
+    first = next(e for e in events if e["type"] == "token")
+    assert not picky.gate.is_set()
+    assert first["text"] == text.rpartition("</think>")[2].lstrip()
+    picky.gate.set()
+    assert answer(list(events)) == first["text"] + " and so on"
+
+
+def test_thinking_does_not_wait_for_its_end(shared, picky):
+    events = live(
+        shared, [chunk({"content": "<think>Hm, "}), WAIT, *says("ah.</think>Yes.")]
+    )
+    assert next(e for e in events if e["type"] == "thinking")["text"] == "Hm, "
+    picky.gate.set()
+    assert answer(list(events)) == "Yes."
+
+
+@pytest.mark.parametrize("style", ["pieces", "whole", "no id, no index"])
+def test_a_tool_runs_while_the_model_still_writes_the_next_call(shared, picky, style):
+    first, second = {"name": "calculate", "arguments": '{"expression": "2+3"}'}, {
+        "name": "current_time", "arguments": "{}"}  # fmt: skip
+    head = {} if style == "no id, no index" else {"index": 0, "id": "aa"}
+    stream = [chunk({"tool_calls": [{**head, "function": first}]})]
+    if style == "pieces":
+        stream = calls(("calculate", {"expression": "2+3"}))[:-2]
+    tail = {} if not head else {"index": 1, "id": "bb"}
+    rest = [
+        chunk({"tool_calls": [{**tail, "function": second}]}),
+        chunk(None, "tool_calls"),
+        END,
+    ]
+    events = live(shared, [*stream, WAIT, *rest], [SO])
+    assert next(e for e in events if e["type"] == "tool_result")["content"] == "5"
+    picky.gate.set()
+    left = list(events)
+    assert answer(left) == "So." and len(of(left, "tool_result")) == 1
+
+
+# What an endpoint cannot do
+
+REFUSALS = {
+    "tools": (
+        lambda r: (
+            "tools" in r
+            and "registry.ollama.ai/library/gemma:2b does not support tools"
+        ),
+        lambda r: "tools" in r or "tool_choice" in r,
+    ),
+    "tools, of vLLM without a parser": (
+        lambda r: (
+            "tools" in r
+            and '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        ),
+        lambda r: "tools" in r,
+    ),
+    "stream_options": (
+        lambda r: (
+            "stream_options" in r
+            and "Unrecognized request argument supplied: stream_options"
+        ),
+        lambda r: "stream_options" in r,
+    ),
+    "system": (
+        lambda r: r["messages"][0]["role"] == "system" and "System role not supported",
+        lambda r: any(m["role"] == "system" for m in r["messages"]),
+    ),
+}
+
+
+def warnings(caplog):
+    return [
+        r.message for r in caplog.records if "left out for ten minutes" in r.message
+    ]
+
+
+@pytest.mark.parametrize("refuse, has", REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_an_endpoint_refuses_is_left_out_for_ten_minutes(
+    shared, picky, caplog, refuse, has
+):
+    def ask():
+        picky.requests.clear()
+        assert answer(turn(shared, says("Hi."))) == "Hi."
+        return [bool(has(request)) for request in picky.requests]
+
+    picky.refuse = lambda r: r.get("stream") and refuse(r)  # not while it learns
+    assert ask() == [True, False]
+    assert ask() == [False] and ask() == [False]
+    assert len(warnings(caplog)) == 1
+    [(part, until)] = shared.service.refused.items()
+    assert 590 < until - time.monotonic() <= 600
+
+    shared.service.refused[part] -= 601
+    assert ask() == [True, False] and len(warnings(caplog)) == 2
+    shared.service.refused[part] -= 601
+    picky.refuse = lambda request: None
+    assert ask() == [True] and ask() == [True] and len(warnings(caplog)) == 2
+
+
+def test_a_system_message_that_is_refused_stands_before_the_first_message(
+    shared, picky
+):
+    picky.refuse = lambda r: r.get("stream") and REFUSALS["system"][0](r)
+    turn(shared, says("Hi."))
+    refused, taken = (request["messages"] for request in picky.requests)
+    assert taken == [
+        {
+            "role": "user",
+            "content": f"{refused[0]['content']}\n\n{refused[1]['content']}",
+        }
+    ]
+
+
+def test_several_parts_may_be_refused_one_after_another(shared, picky, caplog):
+    parts = [refuse for refuse, _ in REFUSALS.values()]
+    picky.refuse = lambda r: (
+        r.get("stream") and next(filter(None, (refuse(r) for refuse in parts)), None)
+    )
+    assert answer(turn(shared, says("Hi."))) == "Hi."
+    assert len(picky.requests) == 4 and len(warnings(caplog)) == 3
+    assert answer(turn(shared, says("Hi."))) == "Hi."
+    assert len(picky.requests) == 5
+
+
+def test_json_schema_that_is_refused_becomes_json_object_for_all(shared, picky, caplog):
+    def refuse(request):
+        if (request.get("response_format") or {}).get("type") == "json_schema":
+            return "response_format.type must be text or json_object, not json_schema"
+
+    locks = shared.folder / ".locks"
+    wait_for(lambda: not any(lock.stat().st_size for lock in locks.glob("u*")))
+    picky.learnings.clear()  # of the tests before
+    picky.refuse = refuse
+    for known in (2, 3):
+        turn(shared, says("Hi."))
+        wait_for(lambda known=known: len(picky.learnings) == known)
+    forms = [request["response_format"]["type"] for request in picky.learnings]
+    assert forms == ["json_schema", "json_object", "json_object"]
+    assert len(warnings(caplog)) == 1
+
+
+TEACH_NOTHING = {
+    "names none": ("The request was rejected by the policy.", "upstream_rejected", 1),
+    "too long, naming the tools": (
+        ("This model's maximum context length is 8192 tokens. However, you requested 9000 tokens "
+        "(8000 in the messages, 1000 in the tools)."), "context_too_long", 1),
+    "names a part that does not help": ("tools: not with this message", "upstream_rejected", 2),
+    "names a part that was not sent": ("guided_json is not supported", "upstream_rejected", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, code, asked", TEACH_NOTHING.values(), ids=TEACH_NOTHING.keys()
+)
+def test_a_refusal_of_another_kind_teaches_nothing(
+    shared, picky, caplog, text, code, asked
+):
+    picky.refuse = lambda request: request.get("stream") and text
+    events = turn(shared)
+    assert [e["type"] for e in events] == ["error"] and events[0]["code"] == code
+    assert len(picky.requests) == asked
+    assert shared.service.refused == {} and warnings(caplog) == []
+
+    picky.refuse = lambda request: None
+    turn(shared, says("Hi."))
+    assert {"tools", "stream_options"} <= picky.requests[-1].keys()
+
+
+# --- Reasoning mode ---
+
+
+def planned(*steps):
+    return "plan", {"steps": list(steps)}
+
+
+def convert(value, from_unit, to_unit):
+    return "convert_units", {"value": value, "from_unit": from_unit, "to_unit": to_unit}
+
+
+def compute(expression):
+    return "calculate", {"expression": expression}
+
+
+FORCED = {"type": "function", "function": {"name": "plan"}}
+TASKS = {  # the model's rounds; the plans, results and rounds' thoughts that come of them
+    "a journey": (
+        [
+            calls(planned("Convert the miles", "Divide by the speed", "Look at the clock")),
+            calls(convert(310, "mi", "km"), ("current_time", {"timezone": "Asia/Tokyo"}),
+                  text="I expect about 500 km. "),
+            calls(planned("Divide 498.9 km by 90 km/h"), text="The clock is known. "),
+            calls(compute("498.9 / 90")),
+            says("About ", "5.5 hours."),
+        ],
+        [(1, ["Convert the miles", "Divide by the speed", "Look at the clock"]),
+         (3, ["Divide 498.9 km by 90 km/h"])],
+        [(2, "convert_units", True), (2, "current_time", True), (4, "calculate", True)],
+    ),
+    "a tool that fails": (
+        [
+            calls(planned("Convert cubits to m", "Square it")),
+            calls(convert(3, "cubit", "m")),
+            calls(planned("Multiply by 0.4572 by hand", "Square it"),
+                  compute("3 * 0.4572"), text="There is no such unit. "),
+            calls(compute("1.3716 ^ 2")),
+            says("1.881 m², by 0.4572 m a cubit, which no tool confirmed."),
+        ],
+        [(1, ["Convert cubits to m", "Square it"]),
+         (3, ["Multiply by 0.4572 by hand", "Square it"])],
+        [(2, "convert_units", False), (3, "calculate", True), (4, "calculate", True)],
+    ),
+    "what is known of the user": (
+        [
+            calls(planned("Look for the weight", "Convert it", "Add the luggage")),
+            calls(("fetch_memory", {"query": "weight"}),
+                  ("search_conversations", {"query": "weight", "k": 2})),
+            calls(planned("Take 70 kg for granted", "Convert it", "Add the luggage")),
+            calls(planned("Add the luggage, in pounds"), convert(70, "kg", "lb"), convert(9, "kg", "lb")),
+            calls(compute("154.32 + 19.84"), ("weigh", {"kg": 79})),
+            says("About 174 lb. Your weight was not found."),
+        ],
+        [(1, ["Look for the weight", "Convert it", "Add the luggage"]),
+         (3, ["Take 70 kg for granted", "Convert it", "Add the luggage"]),
+         (4, ["Add the luggage, in pounds"])],
+        [(2, "fetch_memory", True), (2, "search_conversations", True),
+         (4, "convert_units", True), (4, "convert_units", True),
+         (5, "calculate", True), (5, "weigh", False)],
+    ),
+}  # fmt: skip
+
+
+def steps_and_rounds(message):
+    """Return what a message's reminder says."""
+    found = re.search(r"\n\n\[Steps: (.*) Rounds left: (\d+)\]$", message["content"])
+    return found and (found[1], int(found[2]))
+
+
+def told(steps):
+    return " ".join(f"{n}. {step}" for n, step in enumerate(steps, 1))
+
+
+@pytest.mark.parametrize("rounds, plans, results", TASKS.values(), ids=TASKS.keys())
+def test_a_task_is_planned_carried_out_and_planned_anew(
+    shared, picky, rounds, plans, results
+):
+    events = turn(shared, *rounds, reasoning_mode=True)
+    requests = picky.requests
+
+    assert [(e["round"], e["steps"]) for e in of(events, "plan")] == plans
+    assert [
+        (e["round"], e["name"], e["ok"]) for e in of(events, "tool_result")
+    ] == results
+    made = [(e["round"], e["id"], e["name"]) for e in of(events, "tool_call")]
+    assert made == [(e["round"], e["id"], e["name"]) for e in of(events, "tool_result")]
+    assert events[0] == event("plan", steps=plans[0][1])
+    last = "".join(e["text"] for e in of(events, "token") if e["round"] == len(rounds))
+    assert answer(events) == last and events[-1]["finish_reason"] == "stop"
+    assert events[-1]["rounds"] == len(rounds) == len(requests)
+
+    assert requests[0]["tool_choice"] == FORCED
+    assert all("tool_choice" not in request for request in requests[1:])
+    assert all(request["tools"] == requests[0]["tools"] for request in requests)
+    assert requests[0]["tools"][0]["function"]["name"] == "plan"
+    for n, (before, after) in enumerate(pairwise(requests), 1):
+        sent, more = (
+            json.dumps(r["messages"], ensure_ascii=False) for r in (before, after)
+        )
+        assert more.startswith(sent[:-1] + ", ")
+        new = after["messages"][len(before["messages"]) :]
+        assert [m["role"] for m in new] == ["assistant"] + ["tool"] * len(
+            new[0]["tool_calls"]
+        )
+        ids = [call["id"] for call in new[0]["tool_calls"]]
+        assert ids == [m["tool_call_id"] for m in new[1:]]
+        standing = [steps for round, steps in plans if round <= n][-1]
+        reminders = [steps_and_rounds(m) for m in new[1:]]
+        assert reminders == [None] * (len(new) - 2) + [(told(standing), 8 - n)]
+
+
+def test_a_turns_tools_and_thoughts_stand_in_its_transcript_and_thinking_does_not(
+    shared, picky
+):
+    import main
+
+    def thinking(stream, text):
+        return [chunk({"reasoning_content": text}), *stream]
+
+    user = {"user_id": "thinker", "session_id": A, "message": "How much?"}
+    main.app.state.service = shared.service
+    picky.replies.clear()
+    picky.replies += [
+        thinking(calls(planned("Add")), "SECRET 1"),
+        thinking(calls(compute("2+3")), "SECRET 2"),
+        says("<think>SECRET 3</think>", "Five."),
+        says("Six."),
+    ]
+    reply = shared.http.post("/chat", json={**user, "reasoning_mode": True})
+    events = [json.loads(line) for line in reply.content.splitlines()]
+    assert len(of(events, "thinking")) == 3 and answer(events) == "Five."
+    [saved] = shared.turns(user="thinker")
+    assert saved["reasoning_mode"] is True and saved["rounds"] == 3
+    assert [t["name"] for t in saved["tools"]] == ["plan", "calculate"]
+    assert "SECRET" not in json.dumps(saved)
+    shared.http.post("/chat", json=user)
+    assert "SECRET" not in json.dumps(picky.requests)
+    assert picky.requests[-1]["messages"][-2] == {
+        "role": "assistant",
+        "content": "Five.",
+    }
+
+
+def test_at_the_cap_the_answer_is_asked_for_without_calls(shared, picky, monkeypatch):
+    import main
+
+    monkeypatch.setattr(main, "MAX_ROUNDS", 3)
+    rounds = [
+        calls(planned("a", "b")),
+        calls(compute("2+3")),
+        [sse('{"content":"Five, so far."}\nstop')],
+    ]
+    events = turn(shared, *rounds, reasoning_mode=True)
+    assert [request.get("tool_choice") for request in picky.requests] == [
+        FORCED,
+        None,
+        "none",
+    ]
+    assert picky.requests[2]["tools"] == picky.requests[0]["tools"]
+    assert steps_and_rounds(picky.requests[1]["messages"][-1])[1] == 2
+    assert steps_and_rounds(picky.requests[2]["messages"][-1])[1] == 1
+    assert events[-1] == done("Five, so far.", "max_rounds", rounds=3)
+
+
+def test_a_call_at_the_cap_is_not_run_and_there_is_an_answer_all_the_same(
+    shared, picky, monkeypatch
+):
+    import main
+
+    monkeypatch.setattr(main, "MAX_ROUNDS", 2)
+    written = '<tool_call>{"name": "calculate", "arguments": {"expression": "2+3"}}</tool_call>'
+    for reply in (calls(compute("2+3")), says(written)):
+        events = turn(shared, calls(planned("a")), reply, reasoning_mode=True)
+        assert [e["type"] for e in events] == ["plan", "token", "done"]
+        assert events[-1]["finish_reason"] == "max_rounds" and answer(events)
+        assert "tool_call" not in answer(events)
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
+    import main
+
+    monkeypatch.setattr(main, "MAX_ROUNDS", 1)
+    events = turn(shared, [sse('{"content":"Hi."}\nstop')], reasoning_mode=reasoning)
+    assert events == said("Hi.")
+    assert [request["tool_choice"] for request in picky.requests] == ["none"]
+
+
+def test_the_third_same_call_is_not_run_and_ends_the_rounds_also_beside_others(
+    shared, picky
+):
+    again = {"expression": "2+3"}
+    rounds = [calls(("calculate", again)) for _ in range(3)]
+    rounds[1] = calls(("calculate", '{ "expression" : "2+3" }'), compute("7*6"))
+    events = turn(shared, *rounds, [sse('{"content":"Five."}\nstop')])
+    assert [e["ok"] for e in of(events, "tool_result")] == [True, True, True, False]
+    assert "twice already" in of(events, "tool_result")[-1]["content"]
+    assert [r.get("tool_choice") for r in picky.requests] == [None, None, None, "none"]
+    assert events[-1] == done("Five.", "max_rounds", rounds=4)
+
+
+# Where a plan cannot be forced
+
+
+def no_forced_call(request):
+    if isinstance(request.get("tool_choice"), dict):
+        return "tool_choice: only auto is supported"
+
+
+def no_format(request):
+    if "response_format" in request and "Do not answer yet" in str(request):
+        return "response_format is not supported"
+
+
+AS_JSON = '{"steps": ["Add 2 and 3", "Say it"]}'
+AS_TEXT = "1. Add 2 and 3\n2. Say it\n"
+
+
+@pytest.mark.parametrize("refuse_more, text, forms", [
+    (lambda r: None, AS_JSON, ["json_schema"]),
+    (lambda r: None, f"Sure!\n```json\n{AS_JSON}\n```", ["json_schema"]),
+    (no_format, AS_TEXT, ["json_schema", "json_object", None]),
+    (no_format, "- Add 2 and 3\n\n* Say it", ["json_schema", "json_object", None]),
+], ids=["as JSON", "as fenced JSON", "as text", "as bullets"])  # fmt: skip
+def test_where_a_call_cannot_be_forced_the_plan_is_asked_for(
+    shared, picky, caplog, refuse_more, text, forms
+):
+    picky.refuse = lambda r: no_forced_call(r) or refuse_more(r)
+    picky.plans += [text]
+    events = turn(shared, calls(compute("2+3")), [SO], reasoning_mode=True)
+
+    steps = ["Add 2 and 3", "Say it"]
+    assert events[0] == event("plan", steps=steps) and answer(events) == "So."
+    assert [r.get("response_format", {}).get("type") for r in picky.planned] == forms
+    assert events[-1]["rounds"] == 3 and events[-1]["finish_reason"] == "stop"
+    refused, first, second = picky.requests
+    assert refused["tool_choice"] == FORCED and "tool_choice" not in first
+    assert first["messages"][: len(refused["messages"])] == refused["messages"]
+    plan, go_on = first["messages"][len(refused["messages"]) :]
+    assert plan == {"role": "assistant", "content": "\n".join(steps)}
+    assert go_on["role"] == "user" and steps_and_rounds(go_on) == (told(steps), 7)
+    assert second["messages"][: len(first["messages"])] == first["messages"]
+    assert steps_and_rounds(second["messages"][-1]) == (told(steps), 6)
+
+    picky.plans += [text]
+    turn(shared, [SO], reasoning_mode=True)
+    assert len(picky.requests) == 4 and "tool_choice" not in picky.requests[3]
+    assert len([w for w in warnings(caplog) if "tool_choice" in w]) == 1
+    shared.service.refused["tool_choice"] -= 601
+    picky.refuse = lambda r: None
+    turn(shared, calls(planned("a")), [SO], reasoning_mode=True)
+    assert picky.requests[4]["tool_choice"] == FORCED
+
+
+def test_an_endpoint_without_tools_plans_and_answers_all_the_same(shared, picky):
+    picky.refuse = REFUSALS["tools"][0]
+    picky.plans += [AS_JSON]
+    events = turn(shared, [SO], reasoning_mode=True)
+    assert events == [event("plan", steps=["Add 2 and 3", "Say it"]),
+                      event("token", 2, text="So."), done("So.", rounds=2)]  # fmt: skip
+    assert "tools" not in picky.requests[-1]
+
+
+def test_a_conversation_that_is_too_long_teaches_nothing_of_forced_calls(shared, picky):
+    text = TEACH_NOTHING["too long, naming the tools"][0]
+    picky.refuse = lambda request: request.get("stream") and text
+    picky.plans += [AS_JSON]
+    events = turn(shared, reasoning_mode=True)
+    assert [e.get("code") for e in events] == ["context_too_long"]
+    assert shared.service.refused == {} and picky.planned == []
+
+
+def test_a_forced_call_that_is_answered_in_text_is_a_plan_in_text(shared, picky):
+    events = turn(
+        shared, says("1. Add 2 and 3\n", "2. Say it"), [SO], reasoning_mode=True
+    )
+    assert [e["type"] for e in events] == ["plan", "token", "done"]
+    assert events[0]["steps"] == ["Add 2 and 3", "Say it"] and answer(events) == "So."
+    assert steps_and_rounds(picky.requests[-1]["messages"][-1]) == (
+        told(events[0]["steps"]),
+        7,
+    )
+
+
+def test_a_plan_that_is_no_list_of_steps_is_told_so(shared, picky):
+    bad = calls(("plan", '{"steps": "all of it"}'))
+    events = turn(shared, bad, calls(planned("Add")), [SO], reasoning_mode=True)
+    assert [e["type"] for e in events] == ["plan", "token", "done"]
+    assert events[0] == event("plan", 2, steps=["Add"])
+    assert "steps" in picky.requests[1]["messages"][-1]["content"]
+    assert picky.requests[1]["messages"][-1]["content"].startswith("Error: ")
+
+
+def test_a_plan_that_is_refused_for_another_reason_ends_the_turn(shared, picky):
+    picky.refuse = lambda request: "no" if request.get("stream") else None
+    events = turn(shared, reasoning_mode=True)
+    assert [e.get("code") for e in events] == ["upstream_rejected"]
+    picky.refuse = lambda r: (
+        no_forced_call(r) or "not so"
+        if r.get("max_tokens") or r.get("stream")
+        else None
+    )
+    events = turn(shared, reasoning_mode=True)
+    assert [e.get("code") for e in events] == ["upstream_rejected"]
+    assert shared.service.refused == {}
+
+
+def test_the_instructions_carry_the_techniques(shared, picky):
+    turn(shared, calls(planned("Add")), [SO], reasoning_mode=True)
+    instructions = picky.requests[1]["messages"][-1]["content"]
+    for technique in ("several calls at once", "compare what comes back", "plan again",
+                      "Never repeat", "Stop as soon", "not found"):  # fmt: skip
+        assert technique in instructions
+    assert "2 to 6" in picky.requests[0]["tools"][0]["function"]["description"]
+    turn(shared, [SO])
+    assert "plan" not in {t["function"]["name"] for t in picky.requests[-1]["tools"]}
 
 
 # --- Memory: learning ---

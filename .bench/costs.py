@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
@@ -28,24 +27,34 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 scratch = tempfile.TemporaryDirectory()
 os.environ["DATA_DIR"] = scratch.name  # memory.py makes it when imported
 
-import memory  # noqa: E402
+import memory
 
 DIMENSION = 1536
 FACTS = (20, 200, 2000)
 TURNS = (10, 50, 1000, 5000)
-REPEATS = 50  # searches; turns are measured over a whole part, so that all places count
-PEOPLE = "her sister Ana|his boss|Tom from work|the neighbours|her mother|Lena|Karim"
-PLACES = "Lisbon|the Alps|Kyoto|the old harbour|Montreal|a farm near Ghent|Oaxaca"
-THINGS = "a violin|two cats|a sourdough starter|a red bicycle|an old camera|a kayak"
-DEEDS = "bought|lost|repairs|learns to use|was given|sold|writes about|dreams of|paints"
+REPEATS = 50  # searches
+FACT = (
+    "{who} bought {a} {thing} in {Place}|{who} works with {Name} on {thing} reports"
+    "|{who} has a {thing} called {Name}|{who} plans to visit {Name} in {Place} in {month}"
+    "|{who} is allergic to {thing}|{who} learned {thing} from {Name}, a friend of {Other}"
+    "|{who} moved from {Place} to {Other} in {month} {year}|{who} prefers {thing} to {a}"
+)
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]
 
 
 def sentence(random: Random, who: str) -> str:
-    person, place, thing, deed = (
-        random.choice(words.split("|")) for words in (PEOPLE, PLACES, THINGS, DEEDS)
-    )
-    year = random.randrange(1990, 2025)
-    return f"{who} {deed} {thing} in {place} with {person} since {year}"
+    """Return a sentence of common words and made-up ones, few of them frequent."""
+
+    def word() -> str:
+        kind = Random(int(20 * random.paretovariate(0.7)) % 3000)
+        return "".join(
+            kind.choice("bdfgklmnprst") + kind.choice("aeiou") for _ in "123"
+        )
+
+    names = {name.lower(): word() for name in ("Name", "Place", "Other", "thing", "a")}
+    names |= {name.title(): word.title() for name, word in names.items()}
+    names |= {"month": random.choice(MONTHS), "year": str(random.randrange(1990, 2026))}
+    return random.choice(FACT.split("|")).format(who=who, **names)
 
 
 async def embed(texts: list[str]) -> list[np.ndarray]:
@@ -58,19 +67,6 @@ async def embed(texts: list[str]) -> list[np.ndarray]:
 
 async def complete(messages: Any, schema: Any) -> str:
     return json.dumps({"operations": [], "summary": "They spoke of many things. " * 20})
-
-
-async def cpu_and_wall(
-    repeats: int, call: Callable[[], Awaitable[Any]]
-) -> tuple[float, float]:
-    """Return the median milliseconds of CPU and of wall time."""
-    spent = []
-    for _ in range(repeats):
-        cpu, wall = time.process_time(), time.perf_counter()
-        await call()
-        spent.append((time.process_time() - cpu, time.perf_counter() - wall))
-    cpus, walls = zip(*spent, strict=True)
-    return 1000 * median(cpus), 1000 * median(walls)
 
 
 async def learned(service: memory.Memory) -> None:
@@ -101,66 +97,96 @@ async def know(service: memory.Memory, name: str, count: int) -> memory.User:
 
 
 async def measure_facts(service: memory.Memory) -> None:
-    print("\nms of CPU, k = 8")
-    print(f"{'facts':>8}{'search':>9}{'after a change':>16}{'a turn hints()':>16}")
+    print("\nms of CPU, k = 8; 'matching all': the query holds a word of every fact")
+    names = ("search", "matching all", "after a change", "a turn's hints()")
+    print(f"{'facts':>8}", *(f"{name:>16}" for name in names))
     for count in FACTS:
-        user, random = await know(service, f"{count}-facts", count), Random(1)
-
-        async def search(change: bool = False) -> None:
-            query = sentence(random, "What do I know of who")
-            [vector] = await embed([query])
-            vector /= np.linalg.norm(vector)
-            if change:  # what a new fact makes anew, less its embedding
-                user.state = user.state.copy()
-                user.facts.scale = None
-            user.search(query, vector, 8)
-
-        async def prepare() -> None:
-            [vector] = await embed([sentence(random, "What do I know of who")])
-            vector /= np.linalg.norm(vector)
-
-        async with service.turn(user.key, str(uuid.uuid4())) as turn:
-
-            async def hints() -> None:
-                await turn.hints(sentence(random, "What do I know of who"))
-
-            rest, _ = await cpu_and_wall(REPEATS, prepare)  # not the service's
-            calls = [search, lambda: search(change=True), hints]
-            costs = [(await cpu_and_wall(REPEATS, call))[0] - rest for call in calls]
-        print(f"{count:8}{costs[0]:9.2f}{costs[1]:16.2f}{costs[2]:16.2f}")
+        user = await know(service, f"{count}-facts", count)
+        costs = [
+            await search_cost(user, "Do I know who"),
+            await search_cost(user, "Which user"),
+            await search_cost(user, "Do I know who", change=True),
+            await hints_cost(service, user),
+        ]
+        print(f"{count:8}", *(f"{cost:16.2f}" for cost in costs))
         await learned(service)
+
+
+async def search_cost(user: memory.User, start: str, change: bool = False) -> float:
+    random, spent = Random(1), []
+    for _ in range(REPEATS):
+        query = sentence(random, start)
+        [vector] = await embed([query])
+        vector /= np.linalg.norm(vector)
+        if change:  # what a new fact makes anew, less its embedding
+            user.state, user.facts.scale = user.state.copy(), None
+        begun = time.process_time()
+        user.search(query, vector, 8)
+        spent.append(1000 * (time.process_time() - begun))
+    return median(spent)
+
+
+async def hints_cost(service: memory.Memory, user: memory.User) -> float:
+    random, spent = Random(1), []
+    async with service.turn(user.key, str(uuid.uuid4())) as turn:
+        for _ in range(REPEATS):
+            query = sentence(random, "Do I know who")
+            await service.vectors([query], 9)  # the endpoint's work, not the service's
+            begun = time.process_time()
+            await turn.hints(query)
+            spent.append(1000 * (time.process_time() - begun))
+    return median(spent)
 
 
 async def measure_turns(service: memory.Memory) -> None:
-    print(f"\nms of a turn (begin, hints, save), median over {memory.PART_TURNS} turns")
-    print(f"{'before':>8}{'CPU':>9}{'wall':>9}{'learning it, CPU':>18}")
-    session, random, done = str(uuid.uuid4()), Random(2), 0
-
-    async def take_turn() -> None:
-        nonlocal done
-        query = sentence(random, "By the way, I met somebody who")
-        answer = sentence(random, "How nice. I once read of a man who") * 4
-        async with service.turn("talker", session) as turn:
-            await turn.hints(query)
-            await turn.save(query=query, response=answer, status="complete")
-        done += 1
-
+    # A turn rewrites its part of the transcript: over a whole part, each place counts
+    # once. The sessions take turns, so that a busy machine slows all of them alike.
+    spent: dict[int, list[tuple[float, ...]]] = {count: [] for count in TURNS}
     for count in TURNS:
-        while done < count:
-            await take_turn()
-            if not done % 8:
+        for n in range(count):
+            await take_turn(service, f"{count}-turns")
+            if not n % memory.BATCH_TURNS:
                 await learned(service)
         await learned(service)
-        spent, before = [], done
-        for _ in range(min(memory.PART_TURNS, max(40, count))):
-            spent.append(await cpu_and_wall(1, take_turn))
-            cpu = time.process_time()
+    for _ in range(memory.PART_TURNS):
+        for count in TURNS:
+            wall, cpu = time.perf_counter(), time.process_time()
+            await take_turn(service, f"{count}-turns")
+            ended, turn = time.perf_counter(), time.process_time()
             await learned(service)
-            spent[-1] += (1000 * (time.process_time() - cpu),)
-        print(
-            f"{before:8}",
-            *(f"{median(column):9.2f}" for column in zip(*spent, strict=True)),
-        )
+            learning = time.process_time() - turn
+            spent[count].append((turn - cpu, ended - wall, learning))
+
+    print(
+        f"\nms, median of {memory.PART_TURNS} turns: begin, hints, save; then the rest"
+    )
+    names = ("CPU", "wall", "learning, CPU", "past search, CPU", "the first")
+    print(f"{'turns':>8}", *(f"{name:>16}" for name in names))
+    for count, rows in spent.items():
+        costs = [1000 * median(column) for column in zip(*rows, strict=True)]
+        costs += await past_search_costs(service.named(f"{count}-turns"))
+        print(f"{count:8}", *(f"{cost:16.2f}" for cost in costs))
+
+
+async def take_turn(service: memory.Memory, name: str) -> None:
+    random = Random()
+    query = sentence(random, "By the way, I met somebody who")
+    response = ". ".join(sentence(random, "Once a man") for _ in range(4))
+    session = str(uuid.uuid5(uuid.NAMESPACE_URL, name))
+    async with service.turn(name, session) as turn:
+        await turn.hints(query)
+        await turn.save(query=query, response=response, status="complete")
+
+
+async def past_search_costs(user: memory.User) -> list[float]:
+    spent = []
+    for _ in range(REPEATS // 2):
+        query = sentence(Random(), "Do I know who")
+        [vector] = await embed([query])
+        begun = time.process_time()
+        user.search_past(query, vector / np.linalg.norm(vector), 3)
+        spent.append(1000 * (time.process_time() - begun))
+    return [median(spent[1:]), spent[0]]
 
 
 async def main() -> None:
