@@ -265,12 +265,16 @@ def lock_file(path: Path, wait: bool = True) -> int | None:
 
 
 @asynccontextmanager
-async def held(path: Path) -> AsyncIterator[None]:
-    """Hold a lock over awaits. Tried again and again: a blocking flock would fill the thread pool."""
+async def held(path: Path, longest: float = 0.02) -> AsyncIterator[None]:
+    """Hold a lock over awaits. Tried again and again: a blocking flock would fill the thread pool.
+
+    Args:
+        longest: Seconds between two tries.
+    """
     pause = 0.001
     while (lock := lock_file(path, wait=False)) is None:
         await asyncio.sleep(pause)
-        pause = min(0.02, pause * 2)
+        pause = min(longest, pause * 2)
     try:
         yield
     finally:
@@ -667,7 +671,7 @@ class User:
         os.replace(self.folder / file, self.folder / aside)
         fsync_folder(self.folder)
         self.files.pop(file, None)
-        log.error("%s is damaged and was set aside as %s", file, aside)
+        log.error("%s/%s is damaged and was set aside as %s", self.key, file, aside)
 
     def load(self) -> State:
         """Return the state on disk, the same object while the file is unchanged.
@@ -779,12 +783,12 @@ class User:
                     self.put(part_name(session_id, number), "summary", 1, summary)
             self.put(part_name(session_id, number), "turns", turn["turn"], turn)
 
-    def fold(self, session_id: str, before: int, summary: str, turn: int) -> None:
-        """Write a session's summary up to a turn, unless somebody else has folded it since."""
+    def fold(self, session_id: str, old: list[Turn_], summary: str) -> None:
+        """Write a session's summary, if the turns it holds still are its oldest unfolded ones."""
         with self.locked():
-            parts = self.parts(session_id)
-            if parts and self.recent(session_id).folded == before:
-                self.put(parts[-1], "summary", 1, {"summary": summary, "turn": turn})
+            if self.recent(session_id).turns[: len(old)] == old:
+                row = {"summary": summary, "turn": old[-1]["turn"]}
+                self.put(self.parts(session_id)[-1], "summary", 1, row)
 
     def unfolded(self, session_id: str) -> Recent:
         with self.locked():
@@ -864,7 +868,17 @@ class User:
                     state.learned[session_id] = self.recent(session_id).last
             else:
                 fact = state.facts.pop(fact_id, None)
-                kept = [row for row in state.history if row["memory_id"] != fact_id]
+                # A fact that was forgotten and learned again has the same words in two ids.
+                own = [row for row in state.history if row["memory_id"] == fact_id]
+                said = {row[n] for row in own for n in ("old_memory", "new_memory")}
+                gone = {plainly(text) for text in said if text}
+                kept = [
+                    row
+                    for row in state.history
+                    if row["memory_id"] != fact_id
+                    and plainly(row["old_memory"] or "") not in gone
+                    and plainly(row["new_memory"] or "") not in gone
+                ]
                 if not fact and len(kept) == len(state.history):
                     raise Forgotten("fact")
                 state.history = kept
@@ -1669,7 +1683,8 @@ class Memory:
             for user in [u for u in self.users.values() if u.dirty and u.used < late]:
                 await asyncio.to_thread(user.save)
             if self.overflow and len(self.tasks) < MAX_LEARNERS:
-                await self.resume()
+                with suppress(OSError):  # it is tried again
+                    await self.resume()
 
     async def close(self, grace: float = 2.0) -> None:
         """End learning (what is not done stays on disk) and write the index files."""
@@ -1699,8 +1714,10 @@ class Memory:
         def waiting() -> list[str]:
             for gone in self.locks.glob("*.deleted"):
                 shutil.rmtree(gone, ignore_errors=True)
-            sizes = {path.name: path.stat().st_size for path in self.locks.iterdir()}
-            folders = [p.name for p in self.root.iterdir() if p.name[0] != "."]
+            # Others make and unlink lock files all the time.
+            stamps = {path.name: stamp(path) for path in self.locks.iterdir()}
+            sizes = {name: found[1] for name, found in stamps.items() if found}
+            folders = [path.parent.name for path in self.root.glob("*/memory.json")]
             marked = [name for name, size in sizes.items() if size and "." not in name]
             return marked + [name for name in folders if name not in sizes]
 
@@ -1781,8 +1798,8 @@ class Memory:
                 self.cache[text] = vector / norm if usable else np.zeros_like(vector)
             for text in list(self.cache)[:-2000]:
                 del self.cache[text]
-        except Exception:  # whatever the endpoint did: keywords serve
-            log.warning("embeddings failed", exc_info=True)
+        except Exception as error:  # whatever the endpoint did: keywords serve
+            log.warning("embeddings failed: %s", redact(repr(error)))
         finally:
             for text in texts:
                 self.embedding.pop(text, None)
@@ -1837,7 +1854,7 @@ class Memory:
             while user.woken.is_set():
                 user.woken.clear()
                 await asyncio.sleep(LEARN_DELAY)
-                async with held(self.locks / f"{user.key}.learn"):
+                async with held(self.locks / f"{user.key}.learn", 1.0):
                     await self.learn(user)
         except Forgotten:
             pass
@@ -1931,11 +1948,20 @@ class Memory:
         for session_id in {turn["session_id"] for turn in batch} if SUMMARIES else ():
             await self.fold(user, session_id)
 
-    async def transact(self, user: User, change: Change) -> Any:
-        """Change a user's facts by Mem0's calls in memory, then write them once or not at all."""
+    async def transact(self, user: User, change: Change, created_at: str = "") -> Any:
+        """Change a user's facts by Mem0's calls in memory, then write them once or not at all.
+
+        Args:
+            created_at: Of the user who is meant, not one of the same name made since.
+
+        Raises:
+            Forgotten: There is no such user any more.
+        """
         async with user.changing:
             while True:  # again where another process has written meanwhile
                 base, waiting = await asyncio.to_thread(user.begin_learning)
+                if created_at not in ("", base.created_at):
+                    raise Forgotten("user")
                 tx = Transaction(base.copy(), user.key, waiting)
                 token = transaction.set(tx)
                 try:
@@ -2031,8 +2057,7 @@ class Memory:
         except Exception:  # the turns stay verbatim until a later try
             log.warning("no summary", exc_info=True)
             return
-        last = old[-1]["turn"]
-        await asyncio.to_thread(user.fold, session_id, recent.folded, text, last)
+        await asyncio.to_thread(user.fold, session_id, old, text)
 
     # The user's own data
 
@@ -2177,7 +2202,7 @@ class Turn:
         async def change(tx: Transaction) -> None:
             await self.memory.operate(self.user, tx, operation, vectors)
 
-        await self.memory.transact(self.user, change)
+        await self.memory.transact(self.user, change, self.state.created_at)
 
     def support(self, text: str) -> tuple[float, str]:
         """Return the share of a text's words that the user said, and why it may not be kept."""
@@ -2213,7 +2238,8 @@ class Turn:
                 await self.memory.mem0.delete(id)
             return known
 
-        done = await self.memory.transact(self.user, change)
+        created_at = self.state.created_at
+        done = await self.memory.transact(self.user, change, created_at)
         return f"{'Forgotten' if done else 'Was not known any more'}: {text}"
 
     async def search_conversations(self, query: str, k: int = 3) -> str:

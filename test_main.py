@@ -70,6 +70,8 @@ class StandIn:
         self.gate = threading.Event()  # streams wait at WAIT until it's set
         self.hold_learning = threading.Event()  # learnings wait while it's cleared
         self.hold_learning.set()
+        self.hold_summaries = threading.Event()
+        self.hold_summaries.set()
         self.embeddings_down = False
         self.pause = 0.0  # seconds between tokens
         self.headers: list[dict] = []
@@ -123,6 +125,8 @@ class StandIn:
         format_ = (request.get("response_format") or {}).get("json_schema") or {}
         if format_.get("name") == "session_summary":
             self.summaries.append(request)
+            while not self.hold_summaries.is_set():
+                await asyncio.sleep(0.01)
             asked = json.loads(request["messages"][-1]["content"])
             told = [asked["previous"], *(turn["query"] for turn in asked["turns"])]
             content = json.dumps({"summary": " / ".join(filter(None, told))[-400:]})
@@ -261,7 +265,8 @@ def learn(asked):
                 role = f" as a {m[2].removesuffix('s')}" if m[2] else ""
                 put("add", m[0], f"User uses {name.strip()}{role}.")
         if m := re.search(
-            r"I don't use (\w+) any ?more|forget (?:that I use )?(\w+)", query
+            r"I (?:don't|do not) use (\w+) any ?more|forget (?:that I use )?(\w+)",
+            query,
         ):
             gone = (m[1] or m[2]).lower()
             for text, id in facts.items():
@@ -411,6 +416,7 @@ def start(model, tmp_path, monkeypatch):
                 finally:
                     model.gate.set()
                     model.hold_learning.set()
+                    model.hold_summaries.set()
 
     return run
 
@@ -4059,6 +4065,46 @@ def test_a_wiped_memory_does_not_come_back(chat, model):
     wait_for(lambda: chat.service.memory.users["ann"].learner is None)
     assert chat.facts() == []
     assert b"tea" not in (chat.folder / "ann/memory.json").read_bytes()
+
+
+def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
+    with start(HISTORY_TURNS=1) as chat:
+        chat.ask("private matter 1")
+        chat.ask("private matter 2")
+        chat.learned()
+        model.hold_summaries.clear()
+        chat.ask("private matter 3")
+        wait_for(lambda: model.summaries)
+        assert chat.http.delete(f"/users/ann/sessions/{A}").status_code == 204
+        chat.ask("fresh start")
+        model.hold_summaries.set()
+        wait_for(lambda: not chat.service.memory.users["ann"].learner)
+        assert chat.http.get(f"/users/ann/sessions/{A}").json()["summary"] == ""
+        assert b"private" not in (chat.folder / f"ann/{A}.json").read_bytes()
+
+
+def test_a_tool_of_a_turn_writes_nothing_into_a_user_made_anew(chat, model):
+    proposal = calls(("propose_memory", {"items": ["User likes zebras."]}))
+    model.replies += [[WAIT, *proposal], says("ok")]
+    with ThreadPoolExecutor() as pool:
+        turn = pool.submit(chat.ask, "I like zebras", A)
+        wait_for(lambda: model.requests)
+        assert chat.http.delete("/users/ann").status_code == 204
+        model.replies.appendleft(says("hello"))
+        chat.ask("hello", session=B)
+        model.gate.set()
+        assert turn.result()[-1]["type"] == "error"
+    chat.learned()
+    assert chat.facts() == []
+
+
+def test_deleting_a_fact_deletes_its_words_from_all_history(chat, model):
+    for message in ("I like Saffron", "forget Saffron", "I like Saffron"):
+        chat.ask(message)
+        chat.learned()
+    [fact] = chat.http.get("/users/ann/memories").json()["memories"]
+    assert chat.http.delete(f"/users/ann/memories/{fact['id']}").status_code == 204
+    assert b"Saffron" not in (chat.folder / "ann/memory.json").read_bytes()
 
 
 def test_a_deleted_session_is_not_learned_from(chat, model):
