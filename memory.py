@@ -1798,8 +1798,8 @@ class Memory:
                 self.cache[text] = vector / norm if usable else np.zeros_like(vector)
             for text in list(self.cache)[:-2000]:
                 del self.cache[text]
-        except Exception as error:  # whatever the endpoint did: keywords serve
-            log.warning("embeddings failed: %s", redact(repr(error)))
+        except Exception:  # whatever the endpoint did: keywords serve
+            log.warning("embeddings failed", exc_info=True)
         finally:
             for text in texts:
                 self.embedding.pop(text, None)
