@@ -961,9 +961,15 @@ class User:
         results = []
         with self.locked():
             for session_id, number in hits:
-                after = self.recent(session_id, int(number) - 2).turns
-                near = [turn for turn in after if turn["turn"] <= int(number) + 1]
-                results += [(session_id, near)] if near else []
+                around = range(max(1, int(number) - 1), int(number) + 2)
+                parts = dict.fromkeys((n - 1) // PART_TURNS + 1 for n in around)
+                turns = [
+                    turn
+                    for part in parts
+                    for turn in self.read_part(part_name(session_id, part))[0]
+                    if turn["turn"] in around
+                ]
+                results += [(session_id, turns)] if turns else []
         return results
 
     def restore(self, index: Index) -> None:
@@ -1474,6 +1480,10 @@ EXAMPLES: list[tuple[list[str], list[tuple[str, str]], list[tuple[Any, ...]]]] =
         ("Nadia here", "profile", "User's name is Nadia", "add", None, 0.9),
         ("My dog Bo", "profile", "User has a dog named Bo", "add", None, 0.7),
         ("My dog Bo sees the vet next Tuesday", "episodic", "User's dog Bo sees the vet on 2025-03-11", "add", None, 0.5),
+    ]),
+    ([], [("I use Figma and Blender for my drawings", "Great tools!")], [
+        ("I use Figma and Blender", "profile", "User uses Figma for drawings", "add", None, 0.6),
+        ("I use Figma and Blender", "profile", "User uses Blender for drawings", "add", None, 0.6),
     ]),
     (["User collects stamps"], [("How long does it take to boil an egg?", "8 minutes.")], [
         ("How long does it take", None, None, "add", None, 0),
@@ -2141,14 +2151,14 @@ class Turn:
         newest = (one_line(redact(t["query"]))[:200] for t in reversed(self.waiting))
         said = fitting(newest, HINT_TOKENS // 3)
         room = HINT_TOKENS - sum(map(line_tokens, said))
-        at, facts = datetime.now(UTC), self.state.facts.values()
-        ranked = [(fact_score(fact, at), fact) for fact in facts]
+        at, facts = datetime.now(UTC), list(self.state.facts.values())
+        all_fit = len(fitting((fact["text"] for fact in facts), room)) == len(facts)
+        shown = [f for f in facts if all_fit or f["kind"] == "profile"]
+        ranked = [(fact_score(fact, at), fact) for fact in shown]
         ranked.sort(key=lambda pair: pair[0], reverse=True)
-        chosen = take(ranked, room)
+        chosen = take(ranked, room if all_fit else room // 2)
         degraded = [] if self.memory.embed else ["embeddings"]
-        if len(chosen) < len(ranked):
-            profile = [pair for pair in ranked if pair[1]["kind"] == "profile"]
-            chosen = take(profile, room // 2)
+        if not all_fit:
             have = [fact["id"] for _, fact in chosen]
             k = HINT_K + len(have)
             found, degraded = await self.memory.search(self.user, message, k)

@@ -3818,6 +3818,8 @@ def test_beyond_the_budget_only_what_bears_on_the_message_goes_in(start, model):
         texts = [f["text"] for f in events[0]["facts"]]
         assert texts == ["User's name is Ann.", "User visited Nairobi in 2006."]
         assert events[0]["degraded"] == []
+        chat.learned()
+    with start(HINT_TOKENS=100, EMBEDDING_BASE_URL="", EMBEDDING_MODEL="") as chat:
         chat.ask("What is the square root of two?", session=C)
         assert "visited" not in hints(model.requests[-1])
 
