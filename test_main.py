@@ -29,11 +29,9 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-if __name__ == "__main__" or "DATA_DIR" not in os.environ:
-    # Read at import; each test has a folder of its own all the same.
-    os.environ.setdefault(
-        "DATA_DIR", "data" if __name__ == "__main__" else tempfile.mkdtemp()
-    )
+# Read at import; each test has a folder of its own all the same.
+demo = __name__ == "__main__"
+os.environ.setdefault("DATA_DIR", "demo-data" if demo else tempfile.mkdtemp())
 
 import httpx
 import numpy as np
@@ -442,6 +440,20 @@ def test_an_answer_streams_as_events_and_ends_in_done(chat, model):
         "type": "done", "response": "Hello Ann.", "turn": 1, "rounds": 1,
         "finish_reason": "stop", "usage": USAGE,
     }  # fmt: skip
+
+
+def test_the_readmes_curl_lines_do_what_the_page_shows(chat):
+    page = (Path(__file__).parent / "README.md").read_text()
+    bodies = [json.loads(body) for body in re.findall(r"/chat .* -d '(.*)'", page)]
+    replies = []
+    for body in bodies:
+        replies.append(chat.http.post("/chat", json=body).text.splitlines())
+        chat.learned(folder="ann~17239b6e2501")
+
+    assert all(json.loads(lines[-1])["type"] == "done" for lines in replies)
+    assert replies[0][0] in page and replies[0][-1] in page
+    assert "Magnet" in replies[1][-1]
+    assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
 
 
 def test_the_story_of_shram_and_magnet(chat, model):
@@ -4410,6 +4422,7 @@ if __name__ == "__main__":
     stand_in.pause = 0.03
     with Server(stand_in) as endpoint:
         url = f"{endpoint.url}/v1"
+        os.environ.pop("API_KEY", None)
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "EMPTY"}
         os.environ |= {
             "EMBEDDING_BASE_URL": url,
