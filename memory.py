@@ -614,6 +614,8 @@ class User:
         self.state = State()
         self.files: OrderedDict[str, AtomicStorage] = OrderedDict()  # the latest used
         self.counts: dict[str, int] = {}  # files of a session
+        self.queries: dict[str, str] = {}  # that facts came from, by source
+        self.sources_read = False
         self.use_model(model)
         self.dirty = False  # there are vectors that are not on disk
         self.used = 0.0  # monotonic seconds
@@ -856,6 +858,7 @@ class User:
             state.learned.pop(session_id, None)
             self.write(state)
             self.erase(f"{session_id}.*", f".{session_id}.*", self.past.file)
+            self.queries, self.sources_read, self.facts.source = {}, False, None
 
     def delete_facts(self, fact_id: str | None = None) -> None:
         """Delete one fact and its history, or all of them (and what waits to be learned)."""
@@ -930,12 +933,30 @@ class User:
         with index.lock:  # another thread may have newer facts
             facts = self.state.facts
             if index.source is not facts:
-                entries = {
-                    id: (fact["text"], "", "", in_words(fact["created_at"][:10]))
-                    for id, fact in facts.items()
-                }
+                entries = {}
+                for id, fact in facts.items():
+                    query = self.queries.get(fact["source"], "")
+                    day = in_words(fact["created_at"][:10])
+                    entries[id] = (fact["text"], query, "", day)
                 index.sync(entries)
                 index.source = facts
+
+    def read_sources(self) -> None:
+        """Read the queries that the facts came from into their index, as their context."""
+        wanted: dict[str, set[str]] = {}
+        for fact in self.state.facts.values():
+            session_id, _, number = fact["source"].partition("/")
+            if number.isdecimal():
+                file = part_name(session_id, (int(number) - 1) // PART_TURNS + 1)
+                wanted.setdefault(file, set()).add(fact["source"])
+        for file, sources in wanted.items():
+            with self.locked():
+                turns = self.read_part(file)[0]
+            for turn in turns:
+                source = f"{file.split('.')[0]}/{turn['turn']}"
+                if source in sources:
+                    self.queries[source] = turn["query"][:500]
+        self.facts.source = None
 
     def sync_past(self) -> None:
         """Read the transcripts that have changed into the index of past messages."""
@@ -1822,6 +1843,9 @@ class Memory:
         """Return at most k facts that bear on a query, and what was degraded."""
         vector = await self.query_vector(query)
         found = await asyncio.to_thread(user.search, query, vector, k)
+        if not user.sources_read:  # not before a first token: it may read many files
+            user.sources_read = True
+            self.spawn(asyncio.to_thread(user.read_sources))
         if vector is None:
             return found, ["embeddings"]
         self.mend(user)
@@ -1952,6 +1976,7 @@ class Memory:
             await self.tidy(tx)
 
         await self.transact(user, change)
+        user.queries |= {place(turn): turn["query"][:500] for turn in batch}
         user.remember(said, vectors)
         await asyncio.to_thread(user.sync_facts)
         self.mend(user)

@@ -3872,6 +3872,19 @@ def test_a_query_finds_facts_with_a_cut_and_k_is_only_a_bound(start, model):
         assert len(chat.facts()) == 12
 
 
+def test_a_fact_is_found_by_the_words_it_was_learned_from(start, model):
+    with start(EMBEDDING_BASE_URL="", EMBEDDING_MODEL="") as chat:
+        teach(chat, model, PLACES)
+        model.operations.append([add("User has a dog.", "My labrador")])
+        chat.ask("My labrador chews shoes", session=C)
+        chat.learned()
+        assert chat.facts(query="labrador") == ["User has a dog."]
+    with start(EMBEDDING_BASE_URL="", EMBEDDING_MODEL="") as chat:
+        wait_for(lambda: chat.facts(query="labrador") == ["User has a dog."])
+        assert chat.http.delete(f"/users/ann/sessions/{C}").status_code == 204
+        assert chat.facts(query="labrador") == []
+
+
 def test_facts_in_unspaced_scripts_are_found_by_words_alone(start, model):
     with start(EMBEDDING_BASE_URL="", EMBEDDING_MODEL="") as chat:
         teach(
