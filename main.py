@@ -21,7 +21,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from uuid import UUID
@@ -45,19 +45,19 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import memory
 import tools
-from memory import Forgotten, Memory, Turn, fit_context, normal_name, setting
+from memory import Forgotten, Hints, Memory, Turn, fit_context, normal_name, setting
 
 # --- Settings ---
 
 BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
-API_KEY = os.environ.get(
-    "API_KEY", ""
-)  # of this service; empty: open to all who reach it
-OPENAI_API_KEY = os.environ.get("OPENAI_API_KEY") or ("EMPTY" if BASE_URL else "")
+API_KEY = os.environ.get("API_KEY", "").strip()  # of this service; empty: open to all
+OPENAI_API_KEY = os.environ.get("OPENAI_API_KEY", "").strip()
+OPENAI_API_KEY = OPENAI_API_KEY or ("EMPTY" if BASE_URL else "")
 CHAT_MODEL = os.environ.get("CHAT_MODEL", "") or ("" if BASE_URL else "gpt-4.1-mini")
 MEMORY_MODEL = os.environ.get("MEMORY_MODEL", "")  # empty: the chat model
 EMBEDDING_BASE_URL = os.environ.get("EMBEDDING_BASE_URL", "")
-EMBEDDING_API_KEY = os.environ.get("EMBEDDING_API_KEY") or OPENAI_API_KEY or "EMPTY"
+EMBEDDING_API_KEY = os.environ.get("EMBEDDING_API_KEY", "").strip()
+EMBEDDING_API_KEY = EMBEDDING_API_KEY or OPENAI_API_KEY or "EMPTY"
 EMBEDDING_MODEL = os.environ.get("EMBEDDING_MODEL", "")
 if not EMBEDDING_MODEL and not EMBEDDING_BASE_URL and not BASE_URL:
     EMBEDDING_MODEL = "text-embedding-3-small"
@@ -73,7 +73,7 @@ for name in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"):
     if not re.match(r"https?://.|$", os.environ.get(name, "")):
         raise SystemExit(f"{name} must begin with http:// or https://")
 try:
-    CHAT_EXTRA_BODY = dict(json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}"))
+    CHAT_EXTRA_BODY = {**json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
     raise SystemExit("CHAT_EXTRA_BODY must be a JSON object") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
@@ -151,6 +151,9 @@ class Events:
                 yield b"".join(lines)
 
 
+RESPONSES: set[Any] = set()  # tasks that stream; a client may take as long as it likes
+
+
 class TurnResponse(StreamingResponse):
     """Streams a turn that runs in a task of its own; when the client leaves, the turn is ended."""
 
@@ -162,9 +165,11 @@ class TurnResponse(StreamingResponse):
         self.turn = turn
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        RESPONSES.add(task := asyncio.current_task())
         try:
             await super().__call__(scope, receive, send)
         finally:
+            RESPONSES.discard(task)
             self.turn.cancel()  # over already, unless the client has left
 
 
@@ -234,9 +239,11 @@ class Loop:
             answer.rounds += 1
             last = last or answer.rounds >= MAX_ROUNDS
             called = await self.round("none" if last else None)
-            if not called or last:
+            # Small models may fall silent after their tools: they are asked once more.
+            silent = not called and answer.tools and not answer.response.strip()
+            if last or not (called or silent):
                 break
-            last = max(self.seen.values(), default=0) >= 3
+            last = silent or max(self.seen.values()) >= 3
         if last and answer.finish_reason == "stop" and answer.rounds > 1:
             answer.finish_reason = "max_rounds"
         if last and not answer.response.strip():
@@ -827,7 +834,7 @@ class Service:
         key = body.user_id, body.session_id
         queued = list(self.turns.values()).count(key)
         if len(self.turns) >= MAX_CONCURRENT_TURNS or queued > MAX_WAITING:
-            raise HTTPException(503, "Too many turns, try again.")
+            raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
         events = Events()
         task = asyncio.create_task(self.run_turn(body, events))
         self.turns[task] = key
@@ -836,8 +843,10 @@ class Service:
         return TurnResponse(events, task)
 
     def stop(self) -> None:
-        """Give running turns SHUTDOWN_GRACE seconds."""
-        asyncio.get_running_loop().call_later(SHUTDOWN_GRACE, self.cancel_turns)
+        """Give running turns SHUTDOWN_GRACE seconds, and clients that do not read one more."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(SHUTDOWN_GRACE, self.cancel_turns)
+        loop.call_later(SHUTDOWN_GRACE + 1, lambda: [t.cancel() for t in RESPONSES])
 
     def cancel_turns(self) -> None:
         for task in list(self.turns):
@@ -918,7 +927,11 @@ class Service:
         events: Events,
     ) -> list[Message]:
         """Return the turn's messages, and tell the client what memory is in them."""
-        hints = await turn.hints(text)
+        try:
+            hints = await turn.hints(text)
+        except Exception:  # the answer is worth more; the event says that it is without
+            log.exception("the memory could not be searched")
+            hints = Hints([], [], ["memory"])
         limit = (self.context_tokens or 8192) * 3 // 4
         limit -= memory.count_tokens(
             json.dumps([tools.schema(f) for f in functions.values()])
@@ -1054,6 +1067,11 @@ def upstream_failure(error: Exception) -> Failure:
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service = Service()
     await service.memory.open()
+    logging.getLogger("uvicorn.access").addFilter(without_names)
+    if service.client:
+        with suppress(Exception):  # the first turn tries again
+            async with asyncio.timeout(3):
+                await service.discover()
     if threading.current_thread() is threading.main_thread():
         on_stop(asyncio.get_running_loop(), service.stop)
     yield
@@ -1062,6 +1080,15 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     await service.memory.close()
     for client in {service.client, service.embedder} - {None}:
         await client.close()
+
+
+def without_names(record: logging.LogRecord) -> bool:
+    """Take users' names and words out of a line of uvicorn's access log."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, *rest = record.args
+        path = re.sub(r"^/users/[^/]*", "/users/…", str(path).partition("?")[0])
+        record.args = (client, method, path, *rest)
+    return True
 
 
 def on_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
@@ -1095,11 +1122,16 @@ class Door:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers, left = dict(scope["headers"]), MAX_BODY
-        length = headers.get(b"content-length", b"")
-        closed = API_KEY and scope["path"] != "/health"
-        if closed and not token_kind(headers.get(b"authorization", b"")):
-            return await refusal(401, "A valid token is needed.")(scope, receive, send)
+        headers, left = scope["headers"], MAX_BODY
+        length = dict(headers).get(b"content-length", b"")
+        if API_KEY and scope["path"] != "/health":
+            # One header: of two, others might read the other.
+            tokens = [value for name, value in headers if name == b"authorization"]
+            kind = token_kind(tokens[0]) if len(tokens) == 1 else ""
+            personal = scope["path"].startswith(("/chat", "/users/"))
+            if not kind or (kind == "other" and not personal):
+                no = refusal(401, "A valid token is needed.")
+                return await no(scope, receive, send)
         if length.isdigit() and int(length) > MAX_BODY:
             return await refusal(413, "The body is too large.")(scope, receive, send)
 
@@ -1117,12 +1149,10 @@ class Door:
 app.add_middleware(Door)
 
 
-def refusal(status: int, detail: Any) -> Response:
+def refusal(status: int, detail: Any, headers: Any = None) -> Response:
     # Escaped: what is refused may hold what is no UTF-8.
     content = json.dumps({"detail": detail})
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(
-        status
-    )
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
     return Response(content, status, headers, "application/json")
 
 
@@ -1136,7 +1166,7 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
 async def refused(request: Request, error: StarletteHTTPException) -> Response:
     if error.status_code == 400:  # FastAPI's word for a body that it cannot read
         return refusal(422, error.detail)
-    return refusal(error.status_code, error.detail)
+    return refusal(error.status_code, error.detail, error.headers)
 
 
 @app.exception_handler(Forgotten)
@@ -1178,7 +1208,7 @@ def authorise(request: Request, user_id: str) -> None:
         HTTPException: 403, the token is somebody else's.
     """
     header = request.headers.get("authorization", "").encode("latin-1", "replace")
-    if API_KEY and token_kind(header, user_id) == "other":
+    if API_KEY and token_kind(header, user_id) not in ("key", "own"):
         raise HTTPException(403, "This token is not this user's.")
 
 

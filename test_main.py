@@ -1496,6 +1496,43 @@ def test_with_a_key_nothing_but_health_is_open(start, path):
 
 
 # BUG: 422, the body is judged before the token.
+def test_two_tokens_open_nothing(start):
+    with start(API_KEY="secret") as chat:
+        chat.http.headers["authorization"] = "Bearer secret"
+        chat.ask("I like tea")
+        del chat.http.headers["authorization"]
+        fake = ("authorization", f"Bearer {'0' * 64}")
+        for headers in ([("authorization", "x"), fake], [("authorization", ""), fake],
+                        [fake, ("authorization", "x")], [fake, fake]):  # fmt: skip
+            reply = chat.http.get("/users/ann/memories", headers=headers)
+            assert reply.status_code == 401
+        assert chat.http.get("/openapi.json", headers=[fake]).status_code == 401
+
+
+def test_a_model_that_falls_silent_after_its_tools_is_asked_once_more(chat, model):
+    sum_ = calls(("calculate", {"expression": "1+1"}))
+    model.replies += [sum_, says(), says("Two."), says()]
+
+    assert answer(chat.ask("1+1?")) == "Two."
+    assert model.requests[2]["tool_choice"] == "none"
+    assert answer(chat.ask("Hi!")) == ""
+
+
+def test_a_memory_that_cannot_be_searched_is_named_and_the_turn_goes_on(
+    chat, model, monkeypatch
+):
+    def broken(*_):
+        raise RuntimeError("no such module: fts5")
+
+    monkeypatch.setattr("memory.HINT_TOKENS", 0)
+    teach(chat, model, ["User likes tea."])
+    monkeypatch.setattr("memory.Index._keywords", broken)
+
+    events = chat.ask("Hi!")
+
+    assert events[0]["degraded"] == ["memory"] and events[-1]["type"] == "done"
+
+
 def test_without_a_token_a_bad_body_is_401_too(start):
     with start(API_KEY="the key") as chat:
         assert chat.http.post("/chat", json={"user_id": "ann"}).status_code == 401
