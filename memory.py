@@ -1425,6 +1425,7 @@ def content_words(text: str) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("’", "'")
     text = re.sub(r"n't\b", " not", re.sub(r"'s\b", "", text))
+    text = re.sub(r"(?<!\w)-(?=\d)", " minus ", text)
     # Marks spell Hindi; symbols tell C++ from C# and one emoji from another.
     kept = (
         c if unicodedata.category(c)[0] in "LMNS" or c in "#%" else " " for c in text
@@ -2218,9 +2219,9 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> list[dict[str, Any]]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
-        verdicts = []
+        verdicts, said = [], " ".join(await self.all_said())
         for text in map(one_line, items[:20]):
-            score, reason = self.support(text)
+            score, reason = support(text, said)
             verdict = {"item": text, "score": round(score, 2), "accepted": not reason}
             verdicts.append(verdict | ({"reason": reason} if reason else {}))
             if not reason:
@@ -2239,18 +2240,14 @@ class Turn:
 
         await self.memory.transact(self.user, change, self.state.created_at)
 
-    def support(self, text: str) -> tuple[float, str]:
-        """Return the share of a text's words that the user said, and why it may not be kept."""
-        own = set(content_words(text)) - STOP_WORDS
-        said = set(content_words(" ".join(self.said)))
-        score = len(own & said) / len(own) if own else 0.0
-        named = re.findall(r"\b(?:[^\W\d_a-z]\w*|\w*\d\w*)", text)  # names and numbers
-        if not storable(text):
-            reason = "too long, passing, secret or an instruction"
-            return score, f"not something to keep: {reason}"
-        if score < 0.6 or ({stem(word.casefold()) for word in named} & own) - said:
-            return score, "the user did not say so in this conversation"
-        return score, ""
+    async def all_said(self) -> list[str]:
+        """Return what the user has said in this session, this turn's message included."""
+        try:
+            read, session_id = self.user.transcript, self.session_id
+            _, turns = await asyncio.to_thread(read, session_id)
+        except Forgotten:  # it is the session's first turn
+            turns = []
+        return [turn["query"] for turn in turns] + self.said[-1:]
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, when the user asks for it; several that fit are listed: ask which one."""
@@ -2289,6 +2286,20 @@ class Turn:
                 text += f"{day} user: {turn['query'][:500]}\n"
                 text += f"{day} assistant: {turn['response'][:500]}\n"
         return text
+
+
+def support(text: str, said: str) -> tuple[float, str]:
+    """Return the share of a text's words that the user said, and why it may not be kept."""
+    own = set(content_words(text)) - STOP_WORDS
+    spoken = set(content_words(said))
+    score = len(own & spoken) / len(own) if own else 0.0
+    named = re.findall(r"\b(?:[^\W\d_a-z]\w*|\w*\d\w*)", text)  # names and numbers
+    if not storable(text):
+        reason = "too long, passing, secret or an instruction"
+        return score, f"not something to keep: {reason}"
+    if score < 0.6 or ({stem(word.casefold()) for word in named} & own) - spoken:
+        return score, "the user did not say so in this conversation"
+    return score, ""
 
 
 def line_tokens(text: str) -> int:
