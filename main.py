@@ -8,7 +8,6 @@ written; then it is learned from, in the background. A session's turns run one a
 """
 
 import asyncio
-import base64
 import hashlib
 import hmac
 import json
@@ -21,39 +20,40 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 from uuid import UUID
 
 import httpx2
-import numpy as np
 import openai
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from openai import AsyncOpenAI
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-)
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import memory
 import tools
-from memory import Forgotten, Hints, Memory, Turn, fit_context, normal_name, setting
+from memory import (
+    Forgotten,
+    Hints,
+    Memory,
+    Turn,
+    User,
+    fit_context,
+    normal_name,
+    setting,
+)
 
 # --- Settings ---
 
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
 API_KEY = os.environ.get("API_KEY", "").strip()  # of this service; empty: open to all
+BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
 OPENAI_API_KEY = os.environ.get("OPENAI_API_KEY", "").strip()
 OPENAI_API_KEY = OPENAI_API_KEY or ("EMPTY" if BASE_URL else "")
-CHAT_MODEL = os.environ.get("CHAT_MODEL", "") or ("" if BASE_URL else "gpt-4.1-mini")
+CHAT_MODEL = os.environ.get("CHAT_MODEL") or ("" if BASE_URL else "gpt-4.1-mini")
 MEMORY_MODEL = os.environ.get("MEMORY_MODEL", "")  # empty: the chat model
 EMBEDDING_BASE_URL = os.environ.get("EMBEDDING_BASE_URL", "")
 EMBEDDING_API_KEY = os.environ.get("EMBEDDING_API_KEY", "").strip()
@@ -64,14 +64,12 @@ if not EMBEDDING_MODEL and not EMBEDDING_BASE_URL and not BASE_URL:
 MAX_ROUNDS = setting("MAX_ROUNDS", 8, 1)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-CONTEXT_TOKENS = setting(
-    "CONTEXT_TOKENS", 0
-)  # 0: the endpoint's max_model_len, else 8192
+CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 SHUTDOWN_GRACE = setting("SHUTDOWN_GRACE", 10.0)  # seconds for running turns to end
-for name in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"):
-    if not re.match(r"https?://.|$", os.environ.get(name, "")):
-        raise SystemExit(f"{name} must begin with http:// or https://")
+for url in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"):
+    if not re.match(r"https?://.|$", os.environ.get(url, "")):
+        raise SystemExit(f"{url} must begin with http:// or https://")
 try:
     CHAT_EXTRA_BODY = {**json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
@@ -92,84 +90,65 @@ Message = dict[str, Any]
 
 # --- What goes over the wire ---
 
+UserName = Annotated[str, AfterValidator(normal_name)]
+EITHER = AliasChoices("message", "query")
+# Some clients take these for the end of a line.
+LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\u0085\u2028\u2029"})
 
-class ChatRequest(BaseModel):
+
+class ChatRequest(BaseModel, extra="forbid"):
     """Body of POST /chat."""
 
-    model_config = ConfigDict(extra="forbid")
-    user_id: Annotated[str, AfterValidator(normal_name)]
+    user_id: UserName
     session_id: UUID
-    message: str = Field(
-        min_length=1,
-        max_length=32_000,
-        validation_alias=AliasChoices("message", "query"),
-    )
+    message: str = Field(min_length=1, max_length=32_000, validation_alias=EITHER)
     reasoning_mode: StrictBool | None = False
 
 
 class Failure(Exception):
-    """A turn that cannot go on: the code of its `error` event and a sentence for the client."""
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code, self.message = code, message
+    """A turn that cannot go on: its `error` event's code, and a sentence for the client."""
 
 
-class Events:
-    """The lines of one answer: the turn puts them, the response takes what is there at once."""
+class Events(StreamingResponse):
+    """The answer to POST /chat: what its turn emits, sent as far as it is there.
+
+    The turn runs in a task of its own, which is ended when the client leaves.
+    """
+
+    turn: asyncio.Task[None]
+    sending: ClassVar[set[Any]] = set()  # tasks; a client may read slowly
 
     def __init__(self) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self.drain(), 200, headers, "application/x-ndjson")
         self.lines: list[bytes] = []
         self.ready = asyncio.Event()
-        self.over = False
 
     def emit(self, type: str, **fields: Any) -> None:
         event = {"type": type, **fields}
         line = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        for mark in "\u0085\u2028\u2029" if not line.isascii() else "":
-            # Some clients take these for the end of a line.
-            line = line.replace(mark, f"\\u{ord(mark):04x}")
+        line = line.translate(LINE_ENDS)
         self.lines.append(line.encode("utf-8", "replace") + b"\n")
         self.ready.set()
 
-    def close(self, *_: Any) -> None:
-        self.over = True
-        self.ready.set()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while not (self.over and not self.lines):
+    async def drain(self) -> AsyncIterator[bytes]:
+        while self.lines or not self.turn.done():
             try:
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
             except TimeoutError:
                 self.emit("ping")
-            self.ready.clear()
             lines, self.lines = self.lines, []
-            if self.over:
-                self.ready.set()
+            self.ready.clear()
             if lines:
                 yield b"".join(lines)
 
-
-RESPONSES: set[Any] = set()  # tasks that stream; a client may take as long as it likes
-
-
-class TurnResponse(StreamingResponse):
-    """Streams a turn that runs in a task of its own; when the client leaves, the turn is ended."""
-
-    def __init__(self, events: Events, turn: asyncio.Task[None]):
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(
-            aiter(events), headers=headers, media_type="application/x-ndjson"
-        )
-        self.turn = turn
-
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        RESPONSES.add(task := asyncio.current_task())
+        self.sending.add(task := asyncio.current_task())
         try:
             await super().__call__(scope, receive, send)
         finally:
-            RESPONSES.discard(task)
+            self.sending.discard(task)
             self.turn.cancel()  # over already, unless the client has left
 
 
@@ -187,81 +166,92 @@ def plan(steps: list[str]) -> str:
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
 PLAN_AS_JSON = 'Do not answer yet. Write the 2 to 6 short steps that lead to the answer, as JSON: {"steps": ["…"]}'
-PLAN_SCHEMA = {
-    "name": "plan",
-    "strict": True,
-    "schema": {
-        "type": "object",
-        "properties": {"steps": {"type": "array", "items": {"type": "string"}}},
-        "required": ["steps"],
-        "additionalProperties": False,
-    },
-}
+PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
+PLAN_TAKES = tools.schema(plan)["function"]["parameters"]
+PLAN_SCHEMA = {"name": "plan", "strict": True, "schema": PLAN_TAKES}
+MEMORY_TOOLS = [
+    "fetch_memory",
+    "propose_memory",
+    "forget_memory",
+    "search_conversations",
+]
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
-@dataclass
-class Answer:
-    """What a turn has come to; grows while it runs, so that a broken turn can be saved."""
-
-    response: str = ""
-    rounds: int = 0
-    finish_reason: str = "stop"
-    usage: dict[str, int] | None = None
-    tools: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
 class Loop:
-    """One turn's rounds with the model."""
+    """One turn's rounds with the model, and what they have come to so far."""
 
-    service: "Service"
-    messages: list[Message]
-    functions: dict[str, Callable[..., Any]]
-    events: Events
-    answer: Answer
-    steps: list[str] = field(default_factory=list)  # of the plan, as it stands
-    seen: Counter[str] = field(default_factory=Counter)  # calls, by name and arguments
+    def __init__(self, service: "Service", turn: Turn, events: Events, reasoning: bool):
+        self.service, self.turn, self.events = service, turn, events
+        self.functions = {"plan": plan} if reasoning and MAX_ROUNDS > 1 else {}
+        self.functions |= tools.TOOLS
+        self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
+        self.schemas: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
+        self.response, self.finish_reason, self.rounds = "", "stop", 0
+        self.tools: list[dict[str, Any]] = []  # calls and their results
+        self.usage: Counter[str] = Counter()
+        self.steps: list[str] = []  # of the plan, as it stands
+        self.seen: Counter[str] = Counter()  # calls, by name and arguments
 
-    async def run(self, reasoning: bool) -> None:
+    def emit(self, type: str, **fields: Any) -> None:
+        self.events.emit(type, round=self.rounds, **fields)
+
+    async def run(self, text: str) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
 
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
-        Yao et al. 2210.03629) the first round is a forced call of `plan`.
-
-        Raises:
-            Failure: The endpoint gave no answer.
+        Yao et al. 2210.03629) the first round is a forced call of `plan`. Raises Failure.
         """
-        answer, last = self.answer, False
-        if reasoning and MAX_ROUNDS > 1:
-            self.functions = {"plan": plan, **self.functions}
+        await self.recall(text)
+        if "plan" in self.functions:
             await self.make_plan()
-        while True:
-            answer.rounds += 1
-            last = last or answer.rounds >= MAX_ROUNDS
+        last, going = False, True
+        while going:
+            self.rounds += 1
+            last = last or self.rounds >= MAX_ROUNDS
+            last = last or max(self.seen.values(), default=0) >= 3
             called = await self.round("none" if last else None)
             # Small models may fall silent after their tools: they are asked once more.
-            silent = not called and answer.tools and not answer.response.strip()
-            if last or not (called or silent):
-                break
-            last = silent or max(self.seen.values()) >= 3
-        if last and answer.finish_reason == "stop" and answer.rounds > 1:
-            answer.finish_reason = "max_rounds"
-        if last and not answer.response.strip():
-            answer.response = "I could not finish this within the rounds I have."
-            self.events.emit("token", round=answer.rounds, text=answer.response)
+            silent = not called and self.tools and not self.response.strip()
+            going = not last and (called or silent)
+            last = last or bool(silent)
+        if last and self.finish_reason == "stop" and self.rounds > 1:
+            self.finish_reason = "max_rounds"
+        if last and not self.response.strip():
+            self.response = "I could not finish this within the rounds I have."
+            self.emit("token", text=self.response)
+
+    async def recall(self, text: str) -> None:
+        """Put a message and what bears on it into a prompt; tell the client what that is."""
+        turn, hints = self.turn, Hints([], [], ["memory"])
+        try:
+            hints = await turn.hints(text)
+        except Exception:  # the answer is worth more; the event says that it is without
+            log.exception("the memory could not be searched")
+        self.schemas = [tools.schema(f) for f in self.functions.values()]
+        limit = (self.service.context_tokens or 8192) * 3 // 4
+        limit -= memory.count_tokens(json.dumps(self.schemas))
+        known = SYSTEM, turn.summary, turn.turns, hints
+        try:
+            self.messages, hints = fit_context(*known, text, limit)
+        except ValueError as error:
+            raise Failure("context_too_long", "The message is too long.") from error
+        shown = {"facts": hints.facts, "pending": len(hints.said)}
+        self.events.emit("memory", **shown, degraded=hints.degraded)
 
     async def make_plan(self) -> None:
         """Get a plan: by a forced call, else as JSON, else as text."""
-        self.answer.rounds, text, refused = 1, "", False
+        self.rounds, refused = 1, False
         if not self.service.refuses("tool_choice"):
             try:
-                if await self.round({"type": "function", "function": {"name": "plan"}}):
+                if await self.round(PLAN_CALL):
                     return
-                text = self.answer.response  # not forced, then
             except Failure as failure:
-                refused = failure.code == "upstream_rejected"
-                if not refused or not names(failure.__cause__, "tools"):
+                refused = names(failure.__cause__, "tools")
+                if not refused:
                     raise
+        text = self.response  # the call was not forced, then
         if not text:
             *before, last = self.messages
             asked = {**last, "content": f"{last['content']}\n\n{PLAN_AS_JSON}"}
@@ -272,50 +262,37 @@ class Loop:
         if refused:
             self.service.refuse("tool_choice")
         self.note_plan(steps_in(text))
-        self.messages += [
-            {"role": "assistant", "content": "\n".join(self.steps) or text},
-            {"role": "user", "content": self.reminder(REASONING)},
-        ]
+        written = "\n".join(self.steps) or text
+        self.messages.append({"role": "assistant", "content": written})
+        self.messages.append({"role": "user", "content": self.reminder(REASONING)})
 
     def note_plan(self, steps: list[str]) -> None:
-        self.steps = steps or self.steps
         if steps:
-            self.events.emit("plan", round=self.answer.rounds, steps=steps)
+            self.steps = steps
+            self.emit("plan", steps=steps)
 
     def reminder(self, text: str) -> str:
         """Return a tool's result with what the model must know for the next round."""
         if not self.steps:
             return text
-        left = MAX_ROUNDS - self.answer.rounds
         steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-        return f"{text}\n\n[Steps: {steps} Rounds left: {left}]"
+        return f"{text}\n\n[Steps: {steps} Rounds left: {MAX_ROUNDS - self.rounds}]"
 
     async def round(self, choice: Any = None) -> bool:
-        """Ask the model once and run what it calls; tell whether it called anything.
-
-        Args:
-            choice: `tool_choice`; "none" for an answer at last.
-        """
-        request = {"messages": self.messages}
-        request["tools"] = [tools.schema(f) for f in self.functions.values()]
+        """Ask once, with a `tool_choice`, and run what is called; tell whether anything was."""
+        request = {"messages": self.messages, "tools": self.schemas}
         if choice:
             request["tool_choice"] = choice
-        reply = Reply(self, may_call=choice != "none", silent=isinstance(choice, dict))
-        self.answer.response = ""
+        reply, self.response = Reply(self, choice), ""
         try:
-            async for chunk in self.service.stream(request):
-                reply.take(chunk)
-                self.answer.response = reply.text
+            async with aclosing(self.service.stream(request)) as chunks:
+                async for chunk in chunks:
+                    reply.take(chunk)
             reply.end()
-            self.answer.response = reply.text
-            add_usage(self.answer, reply.usage)
-            length = reply.finish_reason == "length"
-            self.answer.finish_reason = "length" if length else "stop"
             if not reply.calls or not reply.may_call:
                 return False
             if reply.text:
-                text = reply.text
-                self.events.emit("thought", round=self.answer.rounds, text=text)
+                self.emit("thought", text=reply.text)
             results = await asyncio.gather(*(call.task for call in reply.calls))
         finally:
             running = [call.task for call in reply.calls if call.task]
@@ -327,60 +304,46 @@ class Loop:
 
     def append(self, reply: "Reply", results: list[tuple[bool, str]]) -> None:
         """Append a round to the messages, calls and results together."""
-        asked = []
-        for call in reply.calls:
-            # Written anew: a malformed string in the messages is refused for ever.
-            written = {"name": call.name, "arguments": json.dumps(call.arguments or {})}
-            asked.append({"id": call.id, "type": "function", "function": written})
-        content = reply.text or None
-        self.messages.append(
-            {"role": "assistant", "content": content, "tool_calls": asked}
-        )
+        asked, answers = [], []
         for call, (ok, text) in zip(reply.calls, results, strict=True):
+            arguments = call.arguments or {}
+            # Written anew: a malformed string in the messages is refused for ever.
+            function = {"name": call.name, "arguments": json.dumps(arguments)}
+            asked.append({"id": call.id, "type": "function", "function": function})
             told = self.reminder(text) if call is reply.calls[-1] else text
-            self.messages.append(
-                {"role": "tool", "tool_call_id": call.id, "content": told}
-            )
-            row = {"name": call.name, "arguments": call.arguments or {}}
-            self.answer.tools.append({**row, "ok": ok, "content": text})
+            answers.append({"role": "tool", "tool_call_id": call.id, "content": told})
+            row = {"name": call.name, "arguments": arguments, "ok": ok, "content": text}
+            self.tools.append(row)
+        said = {"role": "assistant", "content": reply.text or None, "tool_calls": asked}
+        self.messages += [said, *answers]
 
     def start(self, call: "Call", cut: bool = False) -> None:
-        """Run a call that is complete, while the model may still write the next."""
-        if call.task:
-            return
+        """Run a call while the model may still write the next; `cut` at the length limit."""
         call.arguments = parse_arguments(call.text)
         call.id = call.id or uuid.uuid4().hex[:9]  # Mistral's templates take no other
-        if call.name != "plan" or "plan" not in self.functions:
-            shown = {
-                "id": call.id,
-                "name": call.name,
-                "arguments": call.arguments or {},
-            }
-            self.events.emit("tool_call", round=self.answer.rounds, **shown)
+        if self.functions.get(call.name) is not plan:
+            arguments = call.arguments or {}
+            self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
         call.task = asyncio.create_task(self.call(call, cut))
 
     async def call(self, call: "Call", cut: bool) -> tuple[bool, str]:
-        number, began = self.answer.rounds, time.monotonic()
-        same = f"{call.name} {json.dumps(call.arguments, sort_keys=True)}"
+        """Return whether a call worked, and the text for the model."""
+        name, arguments, began = call.name, call.arguments, time.monotonic()
+        same = f"{name} {json.dumps(arguments, sort_keys=True)}"
         self.seen[same] += 1
-        if cut and not is_complete(call):
-            ok, text = (
-                False,
-                "Error: the call was cut off by the length limit, nothing was run.",
-            )
+        if cut and not call.is_complete():
+            ok, text = False, "Error: cut off by the length limit, nothing was run."
         elif self.seen[same] >= 3:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            arguments = call.arguments
-            ok, text = await tools.call_tool(
-                self.functions, call.name, arguments, TOOL_TIMEOUT
-            )
-        if call.name == "plan" and "plan" in self.functions:
-            self.note_plan(call.arguments["steps"] if ok else [])
+            run = tools.call_tool(self.functions, name, arguments, TOOL_TIMEOUT)
+            ok, text = await run
+        if self.functions.get(name) is plan:
+            self.note_plan(arguments["steps"] if ok else [])
         else:
-            shown = {"id": call.id, "name": call.name, "ok": ok, "content": text}
+            shown = {"id": call.id, "name": name, "ok": ok, "content": text}
             ms = round((time.monotonic() - began) * 1000)
-            self.events.emit("tool_result", round=number, **shown, ms=ms)
+            self.emit("tool_result", **shown, ms=ms)
         return ok, text
 
 
@@ -389,20 +352,14 @@ def steps_in(text: str) -> list[str]:
     try:
         steps = memory.parse_answer(text, "steps", list)
     except ValueError:
-        steps = [
-            re.sub(r"^[\s\d.)*•-]+", "", line).strip() for line in text.splitlines()
-        ]
-    return [step for step in steps if isinstance(step, str) and step][:12]
-
-
-def add_usage(answer: Answer, usage: dict[str, Any]) -> None:
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        if isinstance(usage.get(name), int):
-            answer.usage = answer.usage or {}
-            answer.usage[name] = answer.usage.get(name, 0) + usage[name]
+        steps = [re.sub(r"^[\s\d.)*•-]+", "", line) for line in text.splitlines()]
+    return [s.strip() for s in steps if isinstance(s, str) and s.strip()][:12]
 
 
 # --- Reading a stream ---
+
+DONE: dict[str, Any] = {}  # the stream's own end
+HALF_TAG = re.compile(r"(<(/t?h?i?n?k?)?)?$")  # of </think>
 
 
 @dataclass
@@ -416,6 +373,10 @@ class Call:
     arguments: dict[str, Any] | None = None  # None: no JSON object
     task: asyncio.Task[tuple[bool, str]] | None = None
 
+    def is_complete(self) -> bool:
+        whole = self.name and self.text.rstrip().endswith("}")
+        return bool(whole) and parse_arguments(self.text) is not None
+
 
 class Reply:
     """One answer of the model while it streams: text, thinking and calls told apart.
@@ -424,19 +385,17 @@ class Reply:
     `finish_reason` says. Text that may become a call or a <think> tag is held back.
     """
 
-    def __init__(self, loop: Loop, may_call: bool, silent: bool):
-        self.loop, self.may_call, self.silent = loop, may_call, silent
+    def __init__(self, loop: Loop, choice: Any):
+        self.loop = loop
+        self.may_call, self.silent = choice != "none", isinstance(choice, dict)
         self.text = self.held = self.finish_reason = ""
         self.state = "start"  # then "thinking" or "open"
         self.calls: list[Call] = []
         self.usage: dict[str, Any] = {}
-        self.done = False
 
-    def take(self, chunk: Any) -> None:
-        if chunk is DONE:
-            self.done = True
-        if not isinstance(chunk, dict):
-            return
+    def take(self, chunk: dict[str, Any]) -> None:
+        if chunk is DONE and (self.text or self.held or self.calls):
+            self.finish_reason = self.finish_reason or "stop"
         self.usage = as_dict(chunk.get("usage")) or self.usage
         choices = chunk.get("choices")
         choice = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
@@ -453,95 +412,94 @@ class Reply:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def end(self) -> None:
-        """Decide on what was held back, and start the calls that are not running yet.
-
-        Raises:
-            Failure: The stream broke off.
-        """
-        said = self.text or self.held or self.calls
-        if not self.finish_reason and not (self.done and said):
-            raise Failure("upstream_unavailable", "The model's answer broke off.")
+        """Decide on what was held back, start the calls that wait; or Failure: it broke off."""
+        if not self.finish_reason:
+            raise Failure(UNAVAILABLE, "The model's answer broke off.")
         self.calls = [call for call in self.calls if call.name]
         if self.state == "thinking":
             self.think(self.held)
         elif self.held:
             written = calls_in_text(self.held, self.loop.functions)
-            if written and not self.calls:
-                self.calls = written
-            elif not written and not (
-                self.calls and may_be_call(self.held, self.loop.functions)
-            ):
+            self.calls = self.calls or written
+            if not written and not (self.calls and self.may_become_call()):
                 self.say(self.held)
-        if self.may_call:
-            for call in self.calls:
-                self.loop.start(call, cut=self.finish_reason == "length")
+        cut = self.finish_reason == "length"
+        self.loop.finish_reason = "length" if cut else "stop"
+        for name in USAGE:
+            if isinstance(self.usage.get(name), int):
+                self.loop.usage[name] += self.usage[name]
+        for call in self.calls:
+            if self.may_call and not call.task:
+                self.loop.start(call, cut)
 
     def think(self, text: Any) -> None:
         if isinstance(text, str) and text:
-            number = self.loop.answer.rounds
-            self.loop.events.emit("thinking", round=number, text=printable(text))
+            self.loop.emit("thinking", text=printable(text))
 
     def say(self, text: str) -> None:
-        self.text += text
+        self.text = self.loop.response = self.text + text
         if not self.silent:
-            self.loop.events.emit("token", round=self.loop.answer.rounds, text=text)
+            self.loop.emit("token", text=text)
 
     def sort(self) -> None:
         """Let go of the held text as far as it is clear what it is."""
         if self.state == "thinking":
             thought, tag, rest = self.held.partition("</think>")
-            keep = 0 if tag else tail_of("</think>", thought)
-            self.think(thought[: len(thought) - keep])
-            self.held = rest if tag else thought[len(thought) - keep :]
-            if tag:
-                self.state = "start"
+            end = len(thought) if tag else HALF_TAG.search(thought).start()
+            self.think(thought[:end])
+            self.state = "start" if tag else "thinking"
+            self.held = rest if tag else thought[end:]
         if self.state == "start":
             self.held = self.held.lstrip()
             if self.held.startswith("<think>"):
                 self.state, self.held = "thinking", self.held[7:]
-                return self.sort()
-            if "<think>".startswith(self.held) or may_be_call(
-                self.held, self.loop.functions
-            ):
-                return None
-            self.state = "open"
+                self.sort()
+            elif not "<think>".startswith(self.held) and not self.may_become_call():
+                self.state = "open"
         if self.state == "open" and self.held:
             self.say(self.held)
             self.held = ""
-        return None
+
+    def may_become_call(self) -> bool:
+        """Tell whether the held text may be the beginning of a call of a known tool."""
+        start = "".join(self.held[:200].split())
+        if not any(s.startswith(start) or start.startswith(s) for s in CALL_STARTS):
+            return False
+        named = re.search(r'"name"\s*:\s*"([^"]*)"', self.held)
+        if not named:  # in its first characters, or behind the arguments
+            return len(start) < 60 or '"arguments"' in start or '"parameters"' in start
+        return named[1] in self.loop.functions
 
     def place(self, piece: dict[str, Any]) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
         function = as_dict(piece.get("function"))
         index, id = piece.get("index"), str(piece.get("id") or "")
-        name, text = str(function.get("name") or ""), function.get("arguments")
-        call = self.calls[-1] if self.calls else None
+        name, text = str(function.get("name") or ""), function.get("arguments") or ""
+        same = self.calls
         if index is not None:
             same = [c for c in self.calls if c.index == index]
-            call = same[-1] if same else None
         elif id:
-            call = next((c for c in self.calls if c.id == id), None)
+            same = [c for c in self.calls if c.id == id][:1]
+        call = same[-1] if same else None
         if call and name and call.name:
-            other = id and call.id and id != call.id
-            whole = not id and text and is_complete(call)
-            if other or whole or name != call.name:
+            other = name != call.name or (id and call.id and id != call.id)
+            if other or (not id and text and call.is_complete()):
                 call = None  # every call under one index, or under none
         if call is None:
             for earlier in self.calls:
-                if self.may_call and is_complete(earlier):
-                    self.loop.start(earlier)
+                self.start(earlier)
             call = Call(index)
             self.calls.append(call)
         call.id, call.name = call.id or id, call.name or name
-        call.text += text if isinstance(text, str) else json.dumps(text) if text else ""
-        # Not yet at {}: some servers send it ahead of the arguments.
-        if self.may_call and call.text.strip() != "{}" and is_complete(call):
+        if text and call.text.strip() == "{}":
+            call.text = ""  # some servers send {} ahead of the arguments
+        call.text += text if isinstance(text, str) else json.dumps(text)
+        if call.text.strip() != "{}":
+            self.start(call)
+
+    def start(self, call: Call) -> None:
+        if self.may_call and not call.task and call.is_complete():
             self.loop.start(call)
-
-
-def is_complete(call: Call) -> bool:
-    whole = call.name and call.text.rstrip().endswith("}")
-    return bool(whole) and parse_arguments(call.text) is not None
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -553,12 +511,6 @@ def printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def tail_of(tag: str, text: str) -> int:
-    """Return how many characters at a text's end may be the beginning of a tag."""
-    sizes = range(min(len(tag) - 1, len(text)), 0, -1)
-    return next((n for n in sizes if text.endswith(tag[:n])), 0)
-
-
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """Return a call's arguments; {} where there are none, None where it is no JSON object."""
     try:
@@ -568,39 +520,30 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
         arguments = json.loads(printable(plain))
     except (ValueError, RecursionError):
         return None
-    return (
-        {} if arguments is None else arguments if isinstance(arguments, dict) else None
-    )
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else None
 
 
+# How models write calls into their text
 BETWEEN_CALLS = re.compile(
     r"([\s,;]|</?tool_calls?>|</?function_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>)*"
 )
+CALL_MARKS = [
+    "<tool_call>",
+    "<function_call>",
+    "```",
+    "```json",
+    "```tool_call",
+    "[TOOL_CALLS]",
+]
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 CALL_STARTS = tuple(  # without white space
     f'{mark}{bracket}{{"{key}"'
-    for mark in ("", "<tool_call>", "<function_call>", "```", "```json", "```tool_call")
-    + ("[TOOL_CALLS]", "<|python_tag|>")
+    for mark in ["", *CALL_MARKS, "<|python_tag|>"]
     for bracket in ("", "[")
-    for key in (
-        "name",
-        "arguments",
-        "parameters",
-        "function",
-        "type",
-        "id",
-        "tool_calls",
-    )
+    for key in CALL_KEYS | {"function", "tool_calls"}
 )
-
-
-def may_be_call(text: str, functions: Container[str]) -> bool:
-    """Tell whether a text that has just begun may become a call of a known tool."""
-    start = "".join(text[:200].split())
-    if not any(s.startswith(start) or start.startswith(s) for s in CALL_STARTS):
-        return False
-    named = re.search(r'"name"\s*:\s*"([^"]*)"', text)
-    return not named or named[1] in functions
 
 
 def calls_in_text(text: str, functions: Container[str]) -> list[Call]:
@@ -614,45 +557,75 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Call]:
         value = as_dict(value).get("tool_calls", value)
         for item in value if isinstance(value, list) else [value]:
             item = as_dict(as_dict(item).get("function")) or as_dict(item)
-            arguments = item.get("arguments", item.get("parameters"))
-            known = isinstance(item.get("name"), str) and item["name"] in functions
+            name, given = (
+                item.get("name"),
+                item.get("arguments", item.get("parameters")),
+            )
+            known = isinstance(name, str) and name in functions
             known = known and item.keys() <= CALL_KEYS
-            if not known or not isinstance(arguments, dict | str | None):
+            if not known or not isinstance(given, dict | str | None):
                 return []
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append(Call(name=item["name"], text=written))
+            given = given if isinstance(given, str) else json.dumps(given)
+            calls.append(Call(name=name, text=given))
     return calls
 
 
-# --- The endpoint ---
+async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of server-sent events, then DONE where the stream says so.
 
-DONE: dict[str, Any] = {}  # the stream's own end
+    An event is over when its JSON is: not all servers put an empty line behind it.
+    Failure: an event is no JSON object, or it is an error.
+    """
+    data = ""
+    async for line in split_lines(pieces):
+        if line.startswith("data:"):
+            data = f"{data}{line[5:]}\n".lstrip()
+        elif line:
+            continue  # a comment, or another field
+        if data.rstrip() == "[DONE]":
+            yield DONE
+            return
+        try:
+            chunk = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            if line or not data:  # the event goes on; or there is none
+                continue
+            raise Failure(UNAVAILABLE, "The model's answer is damaged.") from error
+        data = ""
+        if not isinstance(chunk, dict) or chunk.get("error"):
+            log.warning("the endpoint ended a stream with an error")
+            raise Failure(UNAVAILABLE, "The model's endpoint failed.")
+        yield chunk
+
+
+async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Yield lines, ended by LF or CRLF alone: JSON may hold U+2028 and U+0085."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+    yield rest.decode("utf-8", "replace")
+
+
+# --- The endpoint ---
 
 
 class Service:
     """What is opened at start and closed at the end: clients, memory, running turns."""
 
     def __init__(self) -> None:
-        self.client = self.embedder = None
-        timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=min(5.0, UPSTREAM_TIMEOUT))
-        options = {"timeout": timeout, "max_retries": 1}
-        if OPENAI_API_KEY:
-            base_url = BASE_URL or None
-            self.client = AsyncOpenAI(
-                api_key=OPENAI_API_KEY, base_url=base_url, **options
-            )
+        self.client = connect(OPENAI_API_KEY, BASE_URL) if OPENAI_API_KEY else None
+        self.embedder = self.client if EMBEDDING_MODEL else None
         if EMBEDDING_BASE_URL:
-            self.embedder = AsyncOpenAI(
-                api_key=EMBEDDING_API_KEY, base_url=EMBEDDING_BASE_URL, **options
-            )
-        elif EMBEDDING_MODEL:
-            self.embedder = self.client
+            self.embedder = connect(EMBEDDING_API_KEY, EMBEDDING_BASE_URL)
         self.model, self.embedding_model = CHAT_MODEL, EMBEDDING_MODEL
-        self.context_tokens = CONTEXT_TOKENS
         self.refused: dict[str, float] = {}  # part of a request → monotonic seconds
         self.looked = (0.0, "unreachable")  # when at the endpoint, and what was seen
         embed = self.embed if self.embedder else None
         self.memory = Memory(memory.DATA_DIR, self.complete, embed, EMBEDDING_MODEL)
+        self.context_tokens = CONTEXT_TOKENS
+        self.memory.context_tokens = CONTEXT_TOKENS or 8192
         self.turns: dict[asyncio.Task[None], tuple[str, UUID]] = {}  # user, session
 
     async def discover(self) -> str:
@@ -665,66 +638,33 @@ class Service:
                     raise
                 models = []
             self.model = self.model or models[0].id
-            known = next((m for m in models if m.id == self.model), None)
-            size = (known and known.model_extra or {}).get("max_model_len")
-            self.context_tokens = self.context_tokens or size or 8192
+            sizes = {m.id: (m.model_extra or {}).get("max_model_len") for m in models}
+            self.context_tokens = self.context_tokens or sizes.get(self.model) or 8192
             self.memory.context_tokens = self.context_tokens
         return self.model
 
     async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of a streamed completion as dicts, then DONE where the stream says so.
+        """Yield the chunks of a streamed completion, and DONE; Failure says why there are none.
 
         Read raw: the client's own chunk models cost four to nine times as much.
-
-        Raises:
-            Failure: The endpoint refused, failed or fell silent.
         """
         create = self.client.chat.completions.with_streaming_response.create
         request |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with AsyncExitStack() as stack:
 
-        async def send(request: dict[str, Any]) -> Any:
-            opening = create(**request, extra_body=CHAT_EXTRA_BODY)
-            return opening, await opening.__aenter__()
+            def send(**request: Any) -> Any:
+                return stack.enter_async_context(create(**request))
 
-        try:
-            async with asyncio.timeout(UPSTREAM_TIMEOUT):
-                model = await self.discover()
-                opening, response = await self.adapt({"model": model, **request}, send)
-        except Exception as error:
-            raise upstream_failure(error) from error
-        try:
-            lines, data = split_lines(response.iter_bytes()), ""
-            while True:
-                try:
-                    line = await anext(lines, None)
-                except Exception as error:  # whichever layer it comes from
-                    raise upstream_failure(error) from error
-                if line is None:
-                    return
-                if line.startswith("data:"):
-                    data = f"{data}{line[5:]}\n".lstrip()
-                elif line:
-                    continue  # a comment, or another field
-                if data.rstrip() == "[DONE]":
-                    yield DONE
-                    return
-                try:
-                    chunk = json.loads(data)
-                except (ValueError, RecursionError) as error:
-                    if line or not data:  # the event goes on; or there is none
-                        continue
-                    raise Failure(
-                        "upstream_unavailable", "The model's answer is damaged."
-                    ) from error
-                data = ""
-                if not isinstance(chunk, dict) or chunk.get("error"):
-                    log.warning("the endpoint ended a stream with an error")
-                    raise Failure(
-                        "upstream_unavailable", "The model's endpoint failed."
-                    )
-                yield chunk
-        finally:
-            await opening.__aexit__(None, None, None)
+            try:
+                async with asyncio.timeout(UPSTREAM_TIMEOUT):
+                    request["model"] = await self.discover()
+                    response = await self.adapt(request, send)
+                async for chunk in read_events(response.iter_bytes()):
+                    yield chunk
+            except Failure:
+                raise
+            except Exception as error:  # whichever layer it comes from
+                raise upstream_failure(error) from error
 
     async def complete(self, messages: list[Message], schema: dict[str, Any]) -> str:
         """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
@@ -740,19 +680,11 @@ class Service:
             "max_tokens": 1500,
             "response_format": {"type": "json_schema", "json_schema": schema},
         }
-
-        async def send(request: dict[str, Any]) -> Any:
-            return await self.client.chat.completions.create(
-                **request, extra_body=CHAT_EXTRA_BODY
-            )
-
         try:
-            reply = await self.adapt(request, send)
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+            reply = await self.adapt(request, self.client.chat.completions.create)
+        except REFUSALS as error:
             raise ValueError("the endpoint refuses the request") from error
         return (reply.choices and reply.choices[0].message.content) or ""
-
-    # What an endpoint cannot do
 
     async def adapt(self, request: dict[str, Any], send: Callable[..., Any]) -> Any:
         """Send a request; where the endpoint's error names a part that it refuses, without that.
@@ -760,25 +692,17 @@ class Service:
         What works without a part is asked without it for ten minutes, of everybody. A
         refusal that names none of the parts is the request's own fault, and teaches nothing.
         """
-        left_out: list[str] = []
-        for part in PARTS:
-            if self.refuses(part):
-                request = without(request, part) or request
-        while True:
-            try:
-                reply = await send(request)
-                break
-            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                less = {
-                    part: without(request, part) for part in PARTS if names(error, part)
-                }
-                part = next((part for part, smaller in less.items() if smaller), "")
-                if not part or too_long(error):
-                    raise
-                request = less[part]
-                left_out.append(part)
-        for part in left_out:
-            self.refuse(part)
+        for part in filter(self.refuses, PARTS):
+            request = without(request, part) or request
+        try:
+            return await send(**request, extra_body=CHAT_EXTRA_BODY)
+        except REFUSALS as error:
+            smaller = ((p, without(request, p)) for p in PARTS if names(error, p))
+            part, less = next((pair for pair in smaller if pair[1]), ("", None))
+            if not less:
+                raise
+        reply = await self.adapt(less, send)
+        self.refuse(part)
         return reply
 
     def refuses(self, part: str) -> bool:
@@ -789,21 +713,14 @@ class Service:
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
         self.refused[part] = time.monotonic() + 600
 
-    async def embed(self, texts: list[str]) -> list[np.ndarray]:
-        """Return a vector for each text, by one request.
-
-        Raises:
-            openai.APIError, ValueError: The endpoint failed or its answer is not usable.
-        """
+    async def embed(self, texts: list[str]) -> list[list[float]]:
+        """Return a vector for each text, by one request; raises whatever went wrong."""
         if not self.embedding_model:
             self.embedding_model = (await self.embedder.models.list()).data[0].id
             self.memory.use_model(self.embedding_model)
-        reply = await self.embedder.embeddings.with_raw_response.create(
-            model=self.embedding_model, input=texts, encoding_format="base64"
-        )
-        data = reply.http_response.json()["data"]
-        rows = sorted(data, key=lambda row: row["index"])
-        return [decode_vector(row["embedding"]) for row in rows]
+        create = self.embedder.embeddings.create  # asks for base64, takes lists too
+        rows = (await create(model=self.embedding_model, input=texts)).data
+        return [row.embedding for row in sorted(rows, key=lambda row: row.index)]
 
     async def look(self) -> str:
         """Return the model's name, "unreachable" or "not configured"."""
@@ -822,31 +739,20 @@ class Service:
 
     # Turns
 
-    def begin(self, body: ChatRequest) -> TurnResponse:
-        """Start a turn in a task of its own.
-
-        Raises:
-            HTTPException: 503, there is no endpoint or no room.
-        """
+    def begin(self, body: ChatRequest) -> Events:
+        """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.client:
-            detail = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL for your own."
-            raise HTTPException(503, detail)
+            raise HTTPException(503, NOT_CONFIGURED)
         key = body.user_id, body.session_id
         queued = list(self.turns.values()).count(key)
         if len(self.turns) >= MAX_CONCURRENT_TURNS or queued > MAX_WAITING:
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
         events = Events()
-        task = asyncio.create_task(self.run_turn(body, events))
+        events.turn = task = asyncio.create_task(self.run_turn(body, events))
         self.turns[task] = key
         task.add_done_callback(self.turns.pop)
-        task.add_done_callback(events.close)
-        return TurnResponse(events, task)
-
-    def stop(self) -> None:
-        """Give running turns SHUTDOWN_GRACE seconds, and clients that do not read one more."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(SHUTDOWN_GRACE, self.cancel_turns)
-        loop.call_later(SHUTDOWN_GRACE + 1, lambda: [t.cancel() for t in RESPONSES])
+        task.add_done_callback(lambda _: events.ready.set())
+        return events
 
     def cancel_turns(self) -> None:
         for task in list(self.turns):
@@ -857,99 +763,53 @@ class Service:
         try:
             async with self.memory.turn(body.user_id, str(body.session_id)) as turn:
                 await self.answer(turn, body, events)
-        except Failure as failure:
-            log.warning("turn failed: %s: %r", failure.code, failure.__cause__)
-            events.emit("error", code=failure.code, message=failure.message)
+            return
+        except Failure as error:
+            log.warning("turn failed: %s: %r", error.args[0], error.__cause__)
+            failure = error
+        except Forgotten:
+            said = "The user or session was deleted during the turn; nothing was kept."
+            failure = Failure("storage_failed", said)
         except OSError:
             log.exception("the user's files cannot be read or written")
-            events.emit(
-                "error", code="storage_failed", message="The turn could not be written."
-            )
-        except Forgotten:
-            message = (
-                "The user or session was deleted during the turn; nothing was kept."
-            )
-            events.emit("error", code="storage_failed", message=message)
+            failure = Failure("storage_failed", "The turn could not be written.")
         except Exception:
             log.exception("a turn failed by our fault")
-            events.emit(
-                "error", code="internal", message="Something went wrong on our side."
-            )
+            failure = Failure("internal", "Something went wrong on our side.")
+        code, message = failure.args
+        events.emit("error", code=code, message=message)
 
     async def answer(self, turn: Turn, body: ChatRequest, events: Events) -> None:
-        answer, began = Answer(), memory.now()
-        text = body.message.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )
+        began, reasoning = memory.now(), bool(body.reasoning_mode)
+        loop = Loop(self, turn, events, reasoning)
+        encoded = body.message.encode("utf-16", "surrogatepass")  # joins those in pairs
+        text = encoded.decode("utf-16", "replace")
 
         async def save(status: str) -> None:
-            await turn.save(
-                query=text,
-                response=answer.response,
-                status=status,
-                reasoning_mode=bool(body.reasoning_mode),
-                rounds=answer.rounds,
-                tools=answer.tools,
-                started_at=began,
-            )
+            row = {"query": text, "response": loop.response, "status": status}
+            row |= {"reasoning_mode": reasoning, "rounds": loop.rounds}
+            row |= {"tools": loop.tools, "started_at": began}
+            await to_the_end(turn.save(**row))
 
         try:
-            functions = tools.TOOLS | {
-                "fetch_memory": turn.fetch_memory,
-                "propose_memory": turn.propose_memory,
-                "forget_memory": turn.forget_memory,
-                "search_conversations": turn.search_conversations,
-            }
-            messages = await self.prompt(turn, text, functions, events)
-            loop = Loop(self, messages, functions, events, answer)
-            await loop.run(bool(body.reasoning_mode))
+            await loop.run(text)
         except asyncio.CancelledError:
-            await to_the_end(save("interrupted"))
+            await save("interrupted")
             raise
         except Exception:
-            await to_the_end(save("error"))
+            await save("error")
             raise
-        await to_the_end(save("complete"))
-        events.emit(
-            "done",
-            response=answer.response,
-            turn=turn.number,
-            rounds=answer.rounds,
-            finish_reason=answer.finish_reason,
-            usage=answer.usage,
-        )
+        await save("complete")
+        done = {"response": loop.response, "turn": turn.number, "rounds": loop.rounds}
+        done |= {"finish_reason": loop.finish_reason, "usage": loop.usage or None}
+        events.emit("done", **done)
 
-    async def prompt(
-        self,
-        turn: Turn,
-        text: str,
-        functions: dict[str, Callable[..., Any]],
-        events: Events,
-    ) -> list[Message]:
-        """Return the turn's messages, and tell the client what memory is in them."""
-        try:
-            hints = await turn.hints(text)
-        except Exception:  # the answer is worth more; the event says that it is without
-            log.exception("the memory could not be searched")
-            hints = Hints([], [], ["memory"])
-        limit = (self.context_tokens or 8192) * 3 // 4
-        limit -= memory.count_tokens(
-            json.dumps([tools.schema(f) for f in functions.values()])
-        )
-        try:
-            messages, hints = fit_context(
-                SYSTEM, turn.summary, turn.turns, hints, text, limit
-            )
-        except ValueError as error:
-            message = "The message does not fit the model's context."
-            raise Failure("context_too_long", message) from error
-        events.emit(
-            "memory",
-            facts=hints.facts,
-            pending=len(hints.said),
-            degraded=hints.degraded,
-        )
-        return messages
+
+def connect(key: str, url: str) -> AsyncOpenAI:
+    timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=min(5.0, UPSTREAM_TIMEOUT))
+    return AsyncOpenAI(
+        api_key=key, base_url=url or None, timeout=timeout, max_retries=1
+    )
 
 
 async def to_the_end(coroutine: Any) -> None:
@@ -964,100 +824,66 @@ async def to_the_end(coroutine: Any) -> None:
         raise
 
 
-async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Yield the lines of a stream, ended by LF or CRLF alone: JSON may hold U+2028 and U+0085."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode("utf-8", "replace").rstrip("\r")
-    yield rest.decode("utf-8", "replace")
-
-
-def decode_vector(value: Any) -> np.ndarray:
-    """Return a vector from base64 (as asked for) or a list of numbers (as some servers answer)."""
-    if isinstance(value, str):
-        return np.frombuffer(base64.b64decode(value), "<f4")
-    return np.asarray(value, "float32")
-
-
-PARTS = {  # of a request → how errors name it
-    "stream_options": ("stream_options",),
-    "temperature": ("temperature",),
-    "max_tokens": ("max_tokens",),
-    "json_schema": (
-        "json_schema",
-        "response_format",
-        "guided",
-        "grammar",
-        "structured output",
-    ),
-    "json_object": ("json_object", "response_format"),
-    "tools": ("tools", "tool call", "tool choice", "tool_choice", "function call"),
-    "system": ("system",),
-}
-TOO_LONG = (
-    "context_length",
-    "context length",
-    "context window",
-    "maximum context",
-    "too long",
+NOT_CONFIGURED = (
+    "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL for your own."
 )
+UNAVAILABLE = "upstream_unavailable"
+SLOW = TimeoutError | openai.APITimeoutError | httpx2.TimeoutException
+REFUSALS = (openai.BadRequestError, openai.UnprocessableEntityError)
+PARTS = {  # of a request that an endpoint may refuse → how its error names them
+    "stream_options": "stream_options",
+    "temperature": "temperature",
+    "max_tokens": "max_tokens",
+    "json_schema": "json_schema|response_format|guided|grammar|structured output",
+    "json_object": "json_object|response_format",
+    "tools": "tools|tool call|tool.choice|function call",
+    "system": "system",
+}
 
 
 def names(error: BaseException | None, part: str) -> bool:
-    """Tell whether an endpoint's refusal names a part of the request."""
-    refusal = isinstance(
-        error, openai.BadRequestError | openai.UnprocessableEntityError
-    )
-    words = PARTS.get(part, (part, part.replace("_", " ")))
-    return refusal and any(word in str(error).lower() for word in words)
+    """Tell whether an endpoint refuses a request, and names a part of it."""
+    refusal = isinstance(error, REFUSALS) and not too_long(error)
+    return refusal and bool(re.search(PARTS[part], str(error).lower()))
 
 
 def without(request: dict[str, Any], part: str) -> dict[str, Any] | None:
     """Return a request without a part; None where it has none or cannot do without."""
-    format_ = (request.get("response_format") or {}).get("type")
+    less = dict(request)
     if part in ("json_schema", "json_object"):
-        if part != format_:
+        if less.pop("response_format", {}).get("type") != part:
             return None
-        less = {
-            name: value for name, value in request.items() if name != "response_format"
-        }
-        object_ = {"response_format": {"type": "json_object"}}
-        return less | object_ if part == "json_schema" else less
-    if part == "system":
+        if part == "json_schema":
+            less["response_format"] = {"type": "json_object"}
+    elif part == "system":
         first, *rest = request["messages"]
         if first["role"] != "system" or not rest:
             return None
         merged = {**rest[0], "content": f"{first['content']}\n\n{rest[0]['content']}"}
-        return {**request, "messages": [merged, *rest[1:]]}
-    if part not in request or isinstance(request.get("tool_choice"), dict):
+        less["messages"] = [merged, *rest[1:]]
+    elif less.pop(part, None) is None:
+        return None
+    elif part == "tools" and isinstance(less.pop("tool_choice", None), dict):
         return None  # a forced call is not made by leaving the force out
-    gone = {part, "tool_choice"} if part == "tools" else {part}
-    return {name: value for name, value in request.items() if name not in gone}
+    return less
 
 
 def too_long(error: Exception) -> bool:
     text = f"{error} {getattr(error, 'code', '')}".lower()
-    return any(word in text for word in TOO_LONG)
+    return bool(re.search("context.(length|window)|maximum context|too long", text))
 
 
 def upstream_failure(error: Exception) -> Failure:
     """Return what a client is told about an endpoint's failure, of whatever layer."""
     status = getattr(error, "status_code", None)
-    slow = TimeoutError | openai.APITimeoutError | httpx2.TimeoutException
-    if isinstance(error, slow) or status == 408:
-        return Failure(
-            "upstream_timeout", "The model's endpoint did not answer in time."
-        )
+    if isinstance(error, SLOW) or status == 408:
+        return Failure("upstream_timeout", "The model's endpoint took too long.")
+    if status in (400, 413, 422) and too_long(error):
+        return Failure("context_too_long", "The conversation does not fit the context.")
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
-        if status in (400, 413, 422) and too_long(error):
-            text = "The conversation does not fit the model's context."
-            return Failure("context_too_long", text)
-        return Failure(
-            "upstream_rejected", f"The model's endpoint refused the request ({status})."
-        )
-    return Failure("upstream_unavailable", "The model's endpoint is not available.")
+        said = f"The model's endpoint refused the request ({status})."
+        return Failure("upstream_rejected", said)
+    return Failure(UNAVAILABLE, "The model's endpoint is not available.")
 
 
 # --- HTTP ---
@@ -1073,7 +899,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
             async with asyncio.timeout(3):
                 await service.discover()
     if threading.current_thread() is threading.main_thread():
-        on_stop(asyncio.get_running_loop(), service.stop)
+        on_stop(service)
     yield
     service.cancel_turns()
     await asyncio.gather(*service.turns, return_exceptions=True)
@@ -1091,20 +917,29 @@ def without_names(record: logging.LogRecord) -> bool:
     return True
 
 
-def on_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-    """Call a function when the process is told to stop, beside the server's own handler.
+def on_stop(service: Service) -> None:
+    """Give turns SHUTDOWN_GRACE seconds when the process is told to stop, and clients one more.
 
-    uvicorn ends the lifespan only when all open responses have ended: that is too late.
+    Beside the server's own handler: uvicorn ends the lifespan only when all open
+    responses have ended, and that is too late.
     """
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         server = signal.getsignal(number)
 
         def handle(number: int, frame: Any, server: Any = server) -> None:
-            loop.call_soon_threadsafe(stop)
+            for seconds, end in ((0, service.cancel_turns), (1, cut_answers)):
+                later = SHUTDOWN_GRACE + seconds
+                loop.call_soon_threadsafe(loop.call_later, later, end)
             if callable(server):
                 server(number, frame)
 
         signal.signal(number, handle)
+
+
+def cut_answers() -> None:
+    for task in list(Events.sending):
+        task.cancel()
 
 
 # No documentation pages: they load scripts from elsewhere, and would be open to all.
@@ -1113,27 +948,27 @@ app = FastAPI(
 )
 
 
-class Door:
-    """Refuses what comes without a token where one is needed, and bodies over MAX_BODY."""
+def door(app: Any) -> Any:
+    """Refuse what comes without a token where one is needed, and bodies over MAX_BODY.
 
-    def __init__(self, app: Any):
-        self.app = app
+    Middleware, because FastAPI reads and checks a body before it asks any dependency.
+    """
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def enter(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers, left = scope["headers"], MAX_BODY
-        length = dict(headers).get(b"content-length", b"")
-        if API_KEY and scope["path"] != "/health":
-            # One header: of two, others might read the other.
-            tokens = [value for name, value in headers if name == b"authorization"]
-            kind = token_kind(tokens[0]) if len(tokens) == 1 else ""
-            personal = scope["path"].startswith(("/chat", "/users/"))
-            if not kind or (kind == "other" and not personal):
-                no = refusal(401, "A valid token is needed.")
-                return await no(scope, receive, send)
-        if length.isdigit() and int(length) > MAX_BODY:
-            return await refusal(413, "The body is too large.")(scope, receive, send)
+            return await app(scope, receive, send)
+        tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+        # One header alone: of two, somebody else might read the other.
+        header = tokens[0] if len(tokens) == 1 else b""
+        scheme, _, given = header.strip().partition(b" ")
+        scope["token"] = token = given.strip() if scheme.lower() == b"bearer" else b""
+        # Whose token it is, if not the key, shows when the route knows the user.
+        personal = scope["path"].startswith(("/chat", "/users/"))
+        users = personal and re.fullmatch(rb"[0-9a-f]{64}", token)
+        known = is_key(token) or users
+        if API_KEY and not known and scope["path"] != "/health":
+            return await refusal(401, "A valid token is needed.")(scope, receive, send)
+        left = MAX_BODY
 
         async def limited() -> Any:
             nonlocal left
@@ -1143,81 +978,63 @@ class Door:
                 raise HTTPException(413, "The body is too large.")
             return message
 
-        return await self.app(scope, limited, send)
+        return await app(scope, limited, send)
+
+    return enter
 
 
-app.add_middleware(Door)
+app.add_middleware(door)
 
 
 def refusal(status: int, detail: Any, headers: Any = None) -> Response:
-    # Escaped: what is refused may hold what is no UTF-8.
-    content = json.dumps({"detail": detail})
+    content = json.dumps({"detail": detail})  # escaped: it may hold what is no UTF-8
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
     return Response(content, status, headers, "application/json")
 
 
 @app.exception_handler(RequestValidationError)
-async def invalid(request: Request, error: RequestValidationError) -> Response:
-    wrong = [{name: e[name] for name in ("loc", "msg", "type")} for e in error.errors()]
-    return refusal(422, wrong)
-
-
 @app.exception_handler(StarletteHTTPException)
-async def refused(request: Request, error: StarletteHTTPException) -> Response:
-    if error.status_code == 400:  # FastAPI's word for a body that it cannot read
-        return refusal(422, error.detail)
-    return refusal(error.status_code, error.detail, error.headers)
-
-
 @app.exception_handler(Forgotten)
-async def not_found(request: Request, error: Forgotten) -> Response:
-    return refusal(404, "Not found")
-
-
 @app.exception_handler(OSError)
-async def storage_failed(request: Request, error: OSError) -> Response:
+async def refused(request: Request, error: Any) -> Response:
+    if isinstance(error, RequestValidationError):
+        shown = ("loc", "msg", "type")
+        return refusal(422, [{name: e[name] for name in shown} for e in error.errors()])
+    if isinstance(error, StarletteHTTPException):
+        # 400 is FastAPI's word for a body that it cannot read.
+        status = 422 if error.status_code == 400 else error.status_code
+        return refusal(status, error.detail, error.headers)
+    if isinstance(error, Forgotten):
+        return refusal(404, "Not found")
     log.error("the user's files cannot be read or written", exc_info=error)
     return refusal(503, "The files cannot be read or written.")
 
 
-UserName = Annotated[str, AfterValidator(normal_name)]
-
-
-def user_token(user_id: str) -> str:
-    """Return the token that opens one user's routes: HMAC-SHA256 of the name under API_KEY, in hex."""
-    return hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
-
-
-def token_kind(header: bytes, user_id: str = "") -> str:
-    """Return what an Authorization header holds: "key", "own", "other" (it may be), or nothing."""
-    scheme, _, given = header.strip().partition(b" ")
-    given = given.strip()
-    if scheme.lower() != b"bearer":
-        return ""
-    if hmac.compare_digest(given, API_KEY.encode()):
-        return "key"
-    if hmac.compare_digest(given, user_token(user_id).encode()):
-        return "own"
-    return "other" if re.fullmatch(rb"[0-9a-f]{64}", given) else ""
+def is_key(token: bytes) -> bool:
+    return hmac.compare_digest(token, API_KEY.encode())
 
 
 def authorise(request: Request, user_id: str) -> None:
-    """Let in who holds the key, or this user's token.
-
-    Raises:
-        HTTPException: 403, the token is somebody else's.
-    """
-    header = request.headers.get("authorization", "").encode("latin-1", "replace")
-    if API_KEY and token_kind(header, user_id) not in ("key", "own"):
+    """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
+    own = hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
+    token = request.scope["token"]
+    if API_KEY and not (is_key(token) or hmac.compare_digest(token, own.encode())):
         raise HTTPException(403, "This token is not this user's.")
 
 
-def owner(request: Request, user_id: UserName) -> str:
+async def owner(request: Request, user_id: UserName) -> str:
     authorise(request, user_id)
     return user_id
 
 
+async def store(request: Request) -> Memory:
+    return request.app.state.service.memory
+
+
 Owner = Annotated[str, Depends(owner)]
+Store = Annotated[Memory, Depends(store)]
+Text = Annotated[str | None, Query(min_length=1, max_length=32_000)]
+Count = Annotated[int, Query(ge=1, le=100)]
 
 
 @app.get("/health")
@@ -1233,56 +1050,45 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 
 @app.get("/users/{user_id}/memories")
 async def list_memories(
-    request: Request,
-    user_id: Owner,
-    query: Annotated[str | None, Query(min_length=1, max_length=32_000)] = None,
-    k: Annotated[int, Query(ge=1, le=100)] = 20,
+    store: Store, user: Owner, query: Text = None, k: Count = 20
 ) -> dict[str, Any]:
-    found = await request.app.state.service.memory.facts(user_id, query, k)
-    return {"memories": found}
+    return {"memories": await store.facts(user, query, k)}
 
 
 @app.get("/users/{user_id}/memories/{id}/history")
-async def memory_history(request: Request, user_id: Owner, id: str) -> dict[str, Any]:
-    return {"history": await request.app.state.service.memory.history(user_id, id)}
+async def memory_history(store: Store, user: Owner, id: str) -> dict[str, Any]:
+    return {"history": await store.history(user, id)}
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
-async def delete_memory(request: Request, user_id: Owner, id: str) -> None:
-    await request.app.state.service.memory.user_data(
-        user_id, memory.User.delete_facts, id
-    )
+async def delete_memory(store: Store, user: Owner, id: str) -> None:
+    await store.user_data(user, User.delete_facts, id)
 
 
 @app.delete("/users/{user_id}/memories", status_code=204)
-async def delete_memories(request: Request, user_id: Owner) -> None:
-    await request.app.state.service.memory.user_data(user_id, memory.User.delete_facts)
+async def delete_memories(store: Store, user: Owner) -> None:
+    await store.user_data(user, User.delete_facts)
 
 
 @app.get("/users/{user_id}/sessions")
-async def list_sessions(request: Request, user_id: Owner) -> dict[str, Any]:
-    read = request.app.state.service.memory.user_data
+async def list_sessions(store: Store, user: Owner) -> dict[str, Any]:
     try:
-        return {"sessions": await read(user_id, memory.User.list_sessions)}
+        return {"sessions": await store.user_data(user, User.list_sessions)}
     except Forgotten:
         return {"sessions": []}
 
 
 @app.get("/users/{user_id}/sessions/{session_id}")
-async def read_session(
-    request: Request, user_id: Owner, session_id: UUID
-) -> dict[str, Any]:
-    read = request.app.state.service.memory.user_data
-    summary, turns = await read(user_id, memory.User.transcript, str(session_id))
-    return {"session_id": str(session_id), "summary": summary, "turns": turns}
+async def read_session(store: Store, user: Owner, session_id: UUID) -> dict[str, Any]:
+    found = await store.user_data(user, User.transcript, str(session_id))
+    return {"session_id": session_id, "summary": found[0], "turns": found[1]}
 
 
 @app.delete("/users/{user_id}/sessions/{session_id}", status_code=204)
-async def delete_session(request: Request, user_id: Owner, session_id: UUID) -> None:
-    delete = request.app.state.service.memory.user_data
-    await delete(user_id, memory.User.delete_session, str(session_id))
+async def delete_session(store: Store, user: Owner, session_id: UUID) -> None:
+    await store.user_data(user, User.delete_session, str(session_id))
 
 
 @app.delete("/users/{user_id}", status_code=204)
-async def delete_user(request: Request, user_id: Owner) -> None:
-    await request.app.state.service.memory.user_data(user_id, memory.User.delete)
+async def delete_user(store: Store, user: Owner) -> None:
+    await store.user_data(user, User.delete)
