@@ -1861,10 +1861,12 @@ class Memory:
 
     async def embed_missing(self, user: User) -> None:
         try:
-            while batch := (user.facts.missing() + user.past.missing())[:64]:
+            while missing := user.facts.missing() + user.past.missing():
+                batch = missing[:64]
                 vectors = await self.vectors([text for _, text in batch], 60)
                 user.remember(batch, vectors)
-                if any(text not in vectors for _, text in batch):
+                left = user.facts.missing() + user.past.missing()
+                if set(batch) & set(left):
                     return  # it is tried again with the next search or learning
                 ids = [key for key, _ in batch if "/" not in key]
                 await self.transact(user, lambda tx, ids=ids: self.merge(user, tx, ids))
@@ -1895,6 +1897,7 @@ class Memory:
             pass
         except OSError:
             log.exception("learning stopped; what is left is learned later")
+            self.overflow = True
         finally:
             user.learner = None
 
@@ -2043,8 +2046,8 @@ class Memory:
         near = set() if vector is None else user.facts.near(vector, NEAR)
         for id, other in tx.state.facts.items():
             new = tx.vectors.get(other["text"])  # the index has it after the commit
-            if vector is not None and new is not None and new @ vector > NEAR:
-                near.add(id)
+            if vector is not None and np.shape(new) == vector.shape:
+                near |= {id} if new @ vector > NEAR else set()
             same = plainly(other["text"]) == plain
             same = same or (id in near and same_fact(other["text"], text))
             if same and id != fact["id"]:

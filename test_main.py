@@ -71,6 +71,7 @@ class StandIn:
         self.hold_summaries = threading.Event()
         self.hold_summaries.set()
         self.embeddings_down = False
+        self.vector = bag_of_words
         self.pause = 0.0  # seconds between tokens
         self.headers: list[dict] = []
 
@@ -112,7 +113,7 @@ class StandIn:
             return
         data = []
         for n, text in enumerate(request["input"]):
-            vector = bag_of_words(text)
+            vector = self.vector(text)
             encoded = base64.b64encode(vector.tobytes()).decode()
             if request.get("encoding_format") != "base64":
                 encoded = vector.tolist()
@@ -3962,6 +3963,16 @@ def test_vectors_lost_in_a_crash_or_of_another_model_are_made_again(start, model
     with start(EMBEDDING_MODEL="other") as chat:
         assert chat.facts(query="Cairo 2002")[0] == PLACES[1]
         assert not set(PLACES) & set(flat(model.embedded))
+
+
+def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
+    lengths = iter([3, 5] * 50)
+    model.vector = lambda text: np.ones(next(lengths), "<f4")
+    with start(HINT_TOKENS=0) as chat:
+        teach(chat, model, PLACES)
+        chat.ask("Where was I in 2003?", session=B)
+        wait_for(lambda: not chat.service.memory.users["ann"].mending)
+        assert len(model.embedded) < 12
 
 
 def test_mem0s_own_search_is_hybrid_and_sees_one_user_alone(chat, model):
