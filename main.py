@@ -137,7 +137,8 @@ class Events(StreamingResponse):
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
             except TimeoutError:
-                self.emit("ping")
+                if not self.lines and not self.turn.done():
+                    self.emit("ping")
             lines, self.lines = self.lines, []
             self.ready.clear()
             if lines:
@@ -299,21 +300,22 @@ class Loop:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            # Here: a turn that is interrupted keeps what its tools have done.
+            ended = [c for c in reply.calls if c.task and not c.task.cancelled()]
+            self.tools += [c.row() for c in ended if not c.task.exception()]
         self.append(reply, results)
         return True
 
     def append(self, reply: "Reply", results: list[tuple[bool, str]]) -> None:
         """Append a round to the messages, calls and results together."""
         asked, answers = [], []
-        for call, (ok, text) in zip(reply.calls, results, strict=True):
+        for call, (_, text) in zip(reply.calls, results, strict=True):
             arguments = call.arguments or {}
             # Written anew: a malformed string in the messages is refused for ever.
             function = {"name": call.name, "arguments": json.dumps(arguments)}
             asked.append({"id": call.id, "type": "function", "function": function})
             told = self.reminder(text) if call is reply.calls[-1] else text
             answers.append({"role": "tool", "tool_call_id": call.id, "content": told})
-            row = {"name": call.name, "arguments": arguments, "ok": ok, "content": text}
-            self.tools.append(row)
         said = {"role": "assistant", "content": reply.text or None, "tool_calls": asked}
         self.messages += [said, *answers]
 
@@ -353,7 +355,8 @@ def steps_in(text: str) -> list[str]:
         steps = memory.parse_answer(text, "steps", list)
     except ValueError:
         steps = [re.sub(r"^[\s\d.)*•-]+", "", line) for line in text.splitlines()]
-    return [s.strip() for s in steps if isinstance(s, str) and s.strip()][:12]
+    found = [s.strip() for s in steps if isinstance(s, str) and s.strip()]
+    return [printable(step) for step in found[:12]]
 
 
 # --- Reading a stream ---
@@ -372,6 +375,12 @@ class Call:
     text: str = ""  # of the arguments
     arguments: dict[str, Any] | None = None  # None: no JSON object
     task: asyncio.Task[tuple[bool, str]] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Return a call that has ended, for the transcript."""
+        ok, content = self.task.result()
+        row = {"name": self.name, "arguments": self.arguments or {}}
+        return row | {"ok": ok, "content": content}
 
     def is_complete(self) -> bool:
         whole = self.name and self.text.rstrip().endswith("}")
@@ -633,10 +642,12 @@ class Service:
         if not self.model or not self.context_tokens:
             try:
                 models = (await self.client.models.list()).data
-            except openai.APIError:
+            except openai.APIError as error:
                 if not self.model:
                     raise
-                models = []
+                if getattr(error, "status_code", 500) >= 500:
+                    return self.model  # asked again with the next request
+                models = []  # it has no such route
             self.model = self.model or models[0].id
             sizes = {m.id: (m.model_extra or {}).get("max_model_len") for m in models}
             self.context_tokens = self.context_tokens or sizes.get(self.model) or 8192
@@ -732,7 +743,8 @@ class Service:
                 seen = await self.discover()
             except openai.APIStatusError:  # it answers
                 seen = self.model or "unreachable"
-            except (openai.APIError, IndexError):
+            except Exception:  # what answers there is no endpoint
+                log.info("no answer from the endpoint", exc_info=True)
                 seen = "unreachable"
             self.looked = time.monotonic(), seen
         return self.looked[1]

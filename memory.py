@@ -124,6 +124,11 @@ def count_tokens(text: str) -> int:
     return len(text.encode("utf-8", "replace")) // 3 + 1
 
 
+def cut(text: str, size: int) -> str:
+    """Return the beginning of a text, at most a number of UTF-8 bytes."""
+    return text.encode("utf-8", "replace")[:size].decode(errors="ignore")
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -205,8 +210,10 @@ class AtomicStorage(Storage):
             self.stamp = None
             try:
                 self.tables = json.loads(self.path.read_bytes())
-                if not all(isinstance(t, dict) for t in self.tables.values()):
-                    raise ValueError("no tables")
+                for table in self.tables.values():
+                    # TinyDB takes the int() of every row's key.
+                    if not (isinstance(table, dict) and all(map(str.isdecimal, table))):
+                        raise ValueError("no tables")
             except (ValueError, AttributeError, RecursionError) as error:
                 raise Damaged(self.path) from error
         self.stamp = found
@@ -280,9 +287,11 @@ async def held(path: Path, longest: float = 0.02) -> AsyncIterator[None]:
     finally:
         # Who waits for it sees that it is gone, and takes a new one. After its user was
         # deleted the path may already be somebody else's lock.
-        if stands(lock, path):
-            path.unlink()
-        os.close(lock)
+        try:
+            if stands(lock, path):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(lock)
 
 
 # --- Search ---
@@ -641,9 +650,11 @@ class User:
                 os.pwrite(lock, b"*\n", 0)
             yield
         finally:
-            if not self.folder.exists() and stands(lock, path):
-                path.unlink()  # no trace of who is not here
-            os.close(lock)
+            try:
+                if not self.folder.exists() and stands(lock, path):
+                    path.unlink()  # no trace of who is not here
+            finally:
+                os.close(lock)
 
     def mark_waiting(self, session_id: str) -> None:
         """Note in the lock file that a session may have turns to learn; durable."""
@@ -722,6 +733,8 @@ class User:
         try:
             tables = self.storage(file).read() or {}
             turns = rows(tables, "turns", **TURN)
+            if [str(turn["turn"]) for turn in turns] != [*tables.get("turns", {})]:
+                raise Damaged("turns")  # TinyDB would put the next turn over another
             summaries = rows(tables, "summary", summary=str, turn=int)
             return turns, summaries[0] if summaries else {}
         except Damaged:
@@ -803,7 +816,9 @@ class User:
         listed = os.pread(self.lock, 1 << 20, 0).decode("ascii", "replace").split()
         learned = self.load().learned if listed else {}
         each = []
-        for session_id in self.sessions() if "*" in listed else sorted(set(listed)):
+        # Anything else, `*` or what damage has left, means any of them.
+        named = all(re.fullmatch("[0-9a-f-]{36}", line) for line in listed)
+        for session_id in sorted(set(listed)) if named else self.sessions():
             turns = self.recent(session_id, learned.get(session_id, 0)).turns
             each.append([turn | {"session_id": session_id} for turn in turns])
         # Merged, not sorted: a clock set back must not change a session's order.
@@ -857,7 +872,8 @@ class User:
             # left alone would hide what is said in a new session of this name.
             state.learned.pop(session_id, None)
             self.write(state)
-            self.erase(f"{session_id}.*", f".{session_id}.*", self.past.file)
+            # The transcript last: while it is there, its deletion can be asked for again.
+            self.erase(f".{session_id}.*", f"*{self.past.file}*", f"{session_id}.*")
             self.queries, self.sources_read, self.facts.source = {}, False, None
 
     def delete_facts(self, fact_id: str | None = None) -> None:
@@ -885,8 +901,9 @@ class User:
                 if not fact and len(kept) == len(state.history):
                     raise Forgotten("fact")
                 state.history = kept
+            # First: once the fact is gone, nobody can ask for its deletion again.
+            self.erase("memory.json.*", ".memory.json.*", f"*{self.facts.file}*")
             self.write(state)
-            self.erase("memory.json.corrupt-*", ".memory.json.tmp", self.facts.file)
 
     def erase(self, *patterns: str) -> None:
         """Unlink the files that match; index files among them are written again."""
@@ -906,7 +923,9 @@ class User:
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(self.folder, gone)
             fsync_folder(self.root)
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)  # a start may be at it as well
+            if gone.exists():
+                raise OSError("the user's files cannot be deleted")
             for path in locks.glob(f"{self.key}.*"):
                 path.unlink(missing_ok=True)
             self.files.clear()
@@ -1256,8 +1275,11 @@ def is_said(evidence: Any, query: str) -> bool:
 
 def storable(text: str) -> bool:
     """Tell whether a text may be a fact: short, lasting, no secret and no instruction."""
-    refused = redact(text) != text or EPHEMERAL.search(text) or INSTRUCTION.search(text)
-    return letters(text) != "" and len(text) <= MAX_FACT_CHARS and not refused
+    if len(text) > MAX_FACT_CHARS or not letters(text):
+        return False
+    return not (
+        redact(text) != text or EPHEMERAL.search(text) or INSTRUCTION.search(text)
+    )
 
 
 def one_line(text: Any) -> str:
@@ -1346,8 +1368,8 @@ SECRETS = [
         any_of(
             # Keys show what they are
             r"-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?",
-            r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?",  # JWT
-            r"\b[spr]k[-_](?=[\w-]*\d)[\w-]{8,}",  # OpenAI, Anthropic, Stripe
+            r"\beyJ[\w-]{8,1000}\.[\w-]{8,}(?:\.[\w-]*)?",  # JWT
+            r"\b[spr]k[-_](?=[\w-]{0,200}\d)[\w-]{8,}",  # OpenAI, Anthropic, Stripe
             r"\b(?:gh[pousr]|github_pat|hf|npm|whsec)_\w{16,}",
             r"\b(?:glpat|pypi|xox[a-z]|xapp)-[\w-]{10,}",
             r"\bA[KS]IA[0-9A-Z]{12,}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}",
@@ -1399,7 +1421,7 @@ INSTRUCTION = any_of(
     r"\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|earlier|all|your|system|safety)\b.{0,20}"
     r"\b(?:instructions?|rules?|prompts?|guidelines?|restrictions?)\b",
     r"\b(?:reveal|print|show|repeat)\b.*\b(?:system prompt|instructions)\b|\byou are (?:now|no longer)\b|\bfrom now on,? you\b",
-    r"^(?:\W*(?:please|from now on|remember|important|note|system)\b\W*)*(?:(?:always|never|do not|don't|must)\s+)+(?:answer|respond"
+    r"^\W*(?:(?:please|from now on|remember|important|note|system)\b\W*)*(?:(?:always|never|do not|don't|must)\s+)+(?:answer|respond"
     r"|reply|say|tell|speak|include|begin|start|end|mention|reveal|print|repeat|write|call|obey|follow|refuse|act|pretend|send|run)\b",
     r"^\W*(?:you|(?:the )?(?:assistant|ai|model|system))(?: (?:must|should|will|shall|ha(?:s|ve) to|needs? to|is to)\b|:)",
     r"<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>|\[/?MEMORY HINTS\]|^#+ ?(?:system|instruction)",
@@ -1753,8 +1775,10 @@ class Memory:
             marked = [name for name, size in sizes.items() if size and "." not in name]
             return marked + [name for name in folders if name not in sizes]
 
+        self.overflow = True  # until it is done
+        keys = await asyncio.to_thread(waiting)
         self.overflow = False
-        for key in await asyncio.to_thread(waiting):
+        for key in keys:
             self.wake(self.user(key))
 
     def use_model(self, model: str) -> None:
@@ -1821,8 +1845,8 @@ class Memory:
     async def _embed(self, texts: list[str]) -> None:
         try:
             # Models take some 512 tokens; servers refuse more, or cut.
-            cut = [t.encode()[:1500].decode(errors="ignore") for t in texts]
-            for text, vector in zip(texts, await self.embed(cut), strict=True):
+            short = [cut(text, 1500) for text in texts]
+            for text, vector in zip(texts, await self.embed(short), strict=True):
                 vector = np.asarray(vector, "float32").ravel()
                 norm = float(np.linalg.norm(vector))
                 # What has no direction counts as far from everything, and is not asked again.
@@ -1862,7 +1886,7 @@ class Memory:
     async def embed_missing(self, user: User) -> None:
         try:
             while missing := user.facts.missing() + user.past.missing():
-                batch = missing[:64]
+                batch = missing[:32]  # as many as some servers take
                 vectors = await self.vectors([text for _, text in batch], 60)
                 user.remember(batch, vectors)
                 left = user.facts.missing() + user.past.missing()
@@ -1895,7 +1919,7 @@ class Memory:
                     await self.learn(user)
         except Forgotten:
             pass
-        except OSError:
+        except Exception:  # of whatever library: another try comes
             log.exception("learning stopped; what is left is learned later")
             self.overflow = True
         finally:
@@ -1946,8 +1970,8 @@ class Memory:
         shown, turns = await self.shown(user, state, batch), []
         for turn in batch:
             # As many bytes as the context has tokens are a third of it.
-            query = redact(turn["query"])[: self.context_tokens]
-            response = redact(turn["response"])[:1000]
+            query = cut(redact(turn["query"]), self.context_tokens)
+            response = cut(redact(turn["response"]), 1000)
             turns += [{"at": turn["ended_at"], "query": query, "response": response}]
         texts, today = [fact["text"] for fact in shown], batch[-1]["ended_at"][:10]
         request = message("user", learning_request(today, texts, turns))
@@ -2085,14 +2109,14 @@ class Memory:
             return
         old = recent.turns[:-HISTORY_TURNS]
         room = self.context_tokens // len(old)  # bytes of each turn
-        turns = [{p: turn[p][:room] for p in ("query", "response")} for turn in old]
+        turns = [{p: cut(turn[p], room) for p in ("query", "response")} for turn in old]
         request = {"previous": recent.summary, "turns": turns}
         text = json.dumps(request, ensure_ascii=False)
         prompt = [message("system", SUMMARY_PROMPT), message("user", text)]
         try:
             async with self.learning:
                 answer = await self.complete(prompt, SUMMARY_SCHEMA)
-            text = parse_answer(answer, "summary", str)
+            text = cut(parse_answer(answer, "summary", str), 8000)
         except Exception:  # the turns stay verbatim until a later try
             log.warning("no summary", exc_info=True)
             return
@@ -2222,9 +2246,10 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> list[dict[str, Any]]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
-        verdicts, said = [], " ".join(await self.all_said())
+        said = " ".join(await self.all_said())
+        verdicts, spoken = [], set(await asyncio.to_thread(content_words, said))
         for text in map(one_line, items[:20]):
-            score, reason = support(text, said)
+            score, reason = support(text, spoken)
             verdict = {"item": text, "score": round(score, 2), "accepted": not reason}
             verdicts.append(verdict | ({"reason": reason} if reason else {}))
             if not reason:
@@ -2291,10 +2316,9 @@ class Turn:
         return text
 
 
-def support(text: str, said: str) -> tuple[float, str]:
+def support(text: str, spoken: set[str]) -> tuple[float, str]:
     """Return the share of a text's words that the user said, and why it may not be kept."""
     own = set(content_words(text)) - STOP_WORDS
-    spoken = set(content_words(said))
     score = len(own & spoken) / len(own) if own else 0.0
     named = re.findall(r"\b(?:[^\W\d_a-z]\w*|\w*\d\w*)", text)  # names and numbers
     if not storable(text):
