@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -86,6 +87,7 @@ A user message may begin with a [MEMORY HINTS] block: notes kept by this service
 Call a tool when it gives a better answer than you can; do not call one for small talk."""
 
 log = logging.getLogger("main")
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 Message = dict[str, Any]
 
 
@@ -126,54 +128,67 @@ class Events(StreamingResponse):
         self.lines: list[bytes] = []
         self.unread = 0  # bytes in lines
         self.ready = asyncio.Event()
-        self.patience = asyncio.timeout(None)
+        self.task: asyncio.Task[Any] | None = None  # that sends
+        self.cut = False  # the client is given up
+        self.now = asyncio.get_running_loop().time
+        self.latest = self.stuck = math.inf  # event; begin of a send under way
 
     def emit(self, type: str, **fields: Any) -> None:
-        event = {"type": type, **fields}
-        line = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        line = to_json({"type": type, **fields})
         if not line.isascii():
             line = line.translate(LINE_ENDS)
         self.lines.append(line.encode("utf-8", "replace") + b"\n")
         self.unread += len(self.lines[-1])
         if self.unread > MAX_UNREAD:
-            self.lines.clear()
-            self.patience.reschedule(0)
+            self.give_up()
+        self.latest = self.now()
         self.ready.set()
-
-    async def drain(self) -> AsyncIterator[bytes]:
-        while self.lines or not self.turn.done():
-            try:
-                async with asyncio.timeout(PING_AFTER):
-                    await self.ready.wait()
-            except TimeoutError:
-                if not self.lines and not self.turn.done():
-                    self.emit("ping")
-            lines, self.lines, self.unread = self.lines, [], 0
-            self.ready.clear()
-            if lines:
-                yield b"".join(lines)
 
     # Not StreamingResponse's own: its task group costs more than all else here.
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.sending.add(task := asyncio.current_task())
+        self.task = asyncio.current_task()
+        self.sending.add(self.task)
         left = asyncio.create_task(receive())  # all of the request has been read
         left.add_done_callback(lambda _: self.turn.cancel())
+        self.latest = self.now()
+        self.watch()
         start = {"type": "http.response.start", "status": 200}
         body = {"type": "http.response.body", "more_body": True}
-        now = asyncio.get_running_loop().time
         try:
-            async with self.patience:
-                await send(start | {"headers": self.raw_headers})
-                async for lines in self.drain():
-                    self.patience.reschedule(now() + READ_TIMEOUT)
-                    await send(body | {"body": lines})
-                    self.patience.reschedule(None)
-                await send(body | {"more_body": False})
-        except TimeoutError:
+            await send(start | {"headers": self.raw_headers})
+            while self.lines or not self.turn.done():
+                await self.ready.wait()
+                self.ready.clear()
+                lines, self.lines, self.unread = self.lines, [], 0
+                if lines:
+                    self.stuck = self.now()
+                    await send(body | {"body": b"".join(lines)})
+                    self.stuck = math.inf
+            await send(body | {"more_body": False})
+        except asyncio.CancelledError:
+            if not self.cut:
+                raise
             log.warning("an answer was cut: its client does not read it")
         finally:
-            self.sending.discard(task)
+            self.timer.cancel()
+            self.sending.discard(self.task)
             left.cancel()  # and with it the turn, which is over unless the client is cut
+
+    def give_up(self) -> None:
+        self.lines.clear()
+        if self.task and not self.cut:
+            self.cut = self.task.cancel()
+
+    def watch(self) -> None:
+        """Break the silence, or give up a client; one timer, as two a token cost too much."""
+        now = self.now()
+        if now - self.stuck > READ_TIMEOUT:
+            self.give_up()
+        if now - self.latest >= PING_AFTER and not self.turn.done():
+            self.emit("ping")
+        late = (now - self.latest) % PING_AFTER
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_at(now + PING_AFTER - late, self.watch)
 
 
 # --- The agent loop ---

@@ -608,6 +608,7 @@ class Recent(NamedTuple):
 
 # What stands before a turn: facts, its session, turns of all sessions not yet learned
 Begun = tuple[State, Recent, list[Turn_]]
+Waiting = tuple[State, list[Turn_]]
 
 
 class User:
@@ -627,6 +628,7 @@ class User:
         self.sources_read = False
         self.use_model(model)
         self.dirty = False  # there are vectors that are not on disk
+        self.incomplete = True  # or that are missing
         self.used = 0.0  # monotonic seconds
         self.turns = 0  # running, or waiting for their session
         self.idle = asyncio.Event()  # there is none
@@ -824,7 +826,7 @@ class User:
         # Merged, not sorted: a clock set back must not change a session's order.
         return list(heapq.merge(*each, key=lambda turn: turn["ended_at"]))
 
-    def begin_learning(self) -> tuple[State, list[Turn_]]:
+    def begin_learning(self) -> Waiting:
         with self.locked():
             self.load()
             waiting = self.waiting()
@@ -832,13 +834,16 @@ class User:
                 os.ftruncate(self.lock, 0)
             return self.state, waiting
 
-    def commit(self, base: State, state: State) -> bool:
+    def commit(self, base: State, tx: "Transaction") -> bool:
         """Write a new state; False where the one it was made from is no longer on disk."""
         with self.locked():
             if self.load() is not base:
                 return False
-            self.write(state)
-            return True
+            self.write(tx.state)
+        self.sync_facts()
+        facts = [("", fact["text"]) for fact in tx.state.facts.values()]
+        self.remember(facts + tx.said, tx.vectors)
+        return True
 
     # The user's own data
 
@@ -943,6 +948,7 @@ class User:
         """Return at most k facts that bear on a query, best first, with a score of 0 to 1."""
         self.sync_facts()
         facts = self.state.facts
+        self.incomplete = self.incomplete or bool(self.facts.missing())
         found = self.facts.search(query, vector, k)
         return [(score, facts[key]) for key, score in found if key in facts]
 
@@ -1034,6 +1040,10 @@ class User:
             if text in vectors:
                 index = self.past if "/" in key else self.facts
                 self.dirty |= index.add({index.vector_id(key, text): vectors[text]})
+        self.incomplete = bool(self.missing())
+
+    def missing(self) -> list[tuple[str, str]]:
+        return self.facts.missing() + self.past.missing()
 
     def save(self) -> None:
         """Write the vectors: facts' that still stand, messages' of sessions that do."""
@@ -1103,6 +1113,7 @@ class Transaction:
     key: str  # the user's folder
     waiting: list[Turn_]  # turns not yet learned
     vectors: Vectors = field(default_factory=dict)
+    said: list[tuple[str, str]] = field(default_factory=list)  # keys and texts
     closed: bool = False  # a cancelled Mem0 call may still run in its thread
 
     def change(self) -> State:
@@ -1656,18 +1667,19 @@ def fit_context(
         parts = [system, summary, hints.block(day), text]
         return sum(costs) + sum(map(count_tokens, parts)) + 16 - limit
 
-    while excess() > 0 and len(costs) > 2:
-        del costs[: min(HISTORY_TURNS, len(costs) - 2)]
-    while excess() > 0 and hints.facts:
-        hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
-    while excess() > 0 and hints.said:
-        hints.said.pop()
-    if excess() > 0:
-        summary = ""
-    if excess() > 0:
-        costs.clear()
-    if excess() > 0:
-        raise ValueError("the message does not fit the model's context")
+    while excess() > 0:
+        if len(costs) > 2:
+            del costs[: min(HISTORY_TURNS, len(costs) - 2)]
+        elif hints.facts:
+            hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
+        elif hints.said:
+            hints.said.pop()
+        elif summary:
+            summary = ""
+        elif costs:
+            costs.clear()
+        else:
+            raise ValueError("the message does not fit the model's context")
     if summary:
         system += f"\n\nEarlier in this conversation:\n{summary}"
     prompt = [message("system", system)]
@@ -1878,19 +1890,19 @@ class Memory:
 
     def mend(self, user: User) -> None:
         """Embed in the background what has no vector: after a time-out or under a new model."""
-        if not self.embed or user.mending:
-            return
-        if user.facts.missing() or user.past.missing():
+        if self.embed and user.incomplete and not user.mending:
             user.mending = self.spawn(self.embed_missing(user))
 
     async def embed_missing(self, user: User) -> None:
         try:
-            while missing := user.facts.missing() + user.past.missing():
+            missing = await asyncio.to_thread(user.missing)
+            user.incomplete = bool(missing)
+            while missing:
                 batch = missing[:32]  # as many as some servers take
                 vectors = await self.vectors([text for _, text in batch], 60)
-                user.remember(batch, vectors)
-                left = user.facts.missing() + user.past.missing()
-                if set(batch) & set(left):
+                await asyncio.to_thread(user.remember, batch, vectors)
+                missing = await asyncio.to_thread(user.missing)
+                if set(batch) & set(missing):
                     return  # it is tried again with the next search or learning
                 ids = [key for key, _ in batch if "/" not in key]
                 await self.transact(user, lambda tx, ids=ids: self.merge(user, tx, ids))
@@ -1952,7 +1964,7 @@ class Memory:
                 await wait(user.woken, pause)
                 pause = min(60.0, pause * 2)
                 continue
-            await self.apply(user, batch, operations)
+            await self.apply(user, (state, waiting), batch, operations)
 
     def batch(self, waiting: list[Turn_], bad: Counter[str]) -> list[Turn_]:
         """Return the first turns to learn together; after two bad answers each one alone."""
@@ -1967,17 +1979,23 @@ class Memory:
 
     async def propose(self, user: User, state: State, batch: list[Turn_]) -> list[Any]:
         """Return the operations by which the model would learn turns, those that may pass."""
-        shown, turns = await self.shown(user, state, batch), []
-        for turn in batch:
+        shown = await self.shown(user, state, batch)
+
+        def request() -> dict[str, str]:
             # As many bytes as the context has tokens are a third of it.
-            query = cut(redact(turn["query"]), self.context_tokens)
-            response = cut(redact(turn["response"]), 1000)
-            turns += [{"at": turn["ended_at"], "query": query, "response": response}]
-        texts, today = [fact["text"] for fact in shown], batch[-1]["ended_at"][:10]
-        request = message("user", learning_request(today, texts, turns))
+            room, turns = {"query": self.context_tokens, "response": 1000}, []
+            for turn in batch:
+                parts = {part: turn[part][: 2 * room[part]] for part in room}
+                said = {part: cut(redact(parts[part]), room[part]) for part in room}
+                turns.append({"at": turn["ended_at"], **said})
+            texts, today = [fact["text"] for fact in shown], batch[-1]["ended_at"][:10]
+            return message("user", learning_request(today, texts, turns))
+
+        asked = await asyncio.to_thread(request)  # of long texts a matter of 100 ms
         form = OPERATIONS_SCHEMA if shown else ADDS_SCHEMA
-        answer = await self.complete([*LEARN_MESSAGES, request], form)
-        return admit(parse_answer(answer, "operations", list), shown, batch)
+        answer = await self.complete([*LEARN_MESSAGES, asked], form)
+        proposed = parse_answer(answer, "operations", list)
+        return await asyncio.to_thread(admit, proposed, shown, batch)
 
     async def shown(self, user: User, state: State, batch: list[Turn_]) -> list[Fact]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
@@ -1988,7 +2006,9 @@ class Memory:
         found = {fact["id"]: fact for ranked, _ in near for _, fact in ranked}
         return [fact for id, fact in found.items() if id in state.facts]
 
-    async def apply(self, user: User, batch: list[Turn_], operations: list) -> None:
+    async def apply(
+        self, user: User, begun: Waiting, batch: list[Turn_], operations: list
+    ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
         said = [(key, text) for key, text, _ in spoken(batch)]
         texts = [op["text"] for op in operations if op["op"] != "delete"]
@@ -1997,32 +2017,41 @@ class Memory:
         async def change(tx: Transaction) -> None:
             if any(turn not in tx.waiting for turn in batch):
                 return  # deleted, or learned by somebody else
+            tx.vectors, tx.said = dict(vectors), said
             for operation in operations:
                 await self.operate(user, tx, operation, vectors)
             for turn in batch:
                 tx.state.learned[turn["session_id"]] = turn["turn"]
             await self.tidy(tx)
 
-        await self.transact(user, change)
         user.queries |= {place(turn): turn["query"][:500] for turn in batch}
-        user.remember(said, vectors)
-        await asyncio.to_thread(user.sync_facts)
+        await self.transact(user, change, begun=begun)
         self.mend(user)
-        for session_id in {turn["session_id"] for turn in batch} if SUMMARIES else ():
-            await self.fold(user, session_id)
+        last = {turn["session_id"]: turn["turn"] for turn in batch}
+        for session_id, number in last.items():
+            if SUMMARIES and number > 2 * HISTORY_TURNS:
+                await self.fold(user, session_id)
 
-    async def transact(self, user: User, change: Change, created_at: str = "") -> Any:
+    async def transact(
+        self,
+        user: User,
+        change: Change,
+        created_at: str = "",
+        begun: Waiting | None = None,
+    ) -> Any:
         """Change a user's facts by Mem0's calls in memory, then write them once or not at all.
 
         Args:
             created_at: Of the user who is meant, not one of the same name made since.
+            begun: What `begin_learning` gave; it need not be fresh.
 
         Raises:
             Forgotten: There is no such user any more.
         """
         async with user.changing:
             while True:  # again where another process has written meanwhile
-                base, waiting = await asyncio.to_thread(user.begin_learning)
+                begun = begun or await asyncio.to_thread(user.begin_learning)
+                (base, waiting), begun = begun, None
                 if created_at not in ("", base.created_at):
                     raise Forgotten("user")
                 tx = Transaction(base.copy(), user.key, waiting)
@@ -2034,8 +2063,7 @@ class Memory:
                     transaction.reset(token)
                 if tx.state == base:
                     return result
-                if await asyncio.to_thread(user.commit, base, tx.state):
-                    user.remember([("", text) for text in tx.vectors], tx.vectors)
+                if await asyncio.to_thread(user.commit, base, tx):
                     return result
 
     async def operate(
@@ -2201,7 +2229,9 @@ class Turn:
         most half of it, and what retrieval finds, after one embedding call.
         """
         self.said.append(message)
-        newest = (one_line(redact(t["query"]))[:200] for t in reversed(self.waiting))
+        newest = (
+            one_line(redact(t["query"][:1000]))[:200] for t in reversed(self.waiting)
+        )
         said = fitting(newest, HINT_TOKENS // 3)
         room = HINT_TOKENS - sum(map(line_tokens, said))
         at, facts = datetime.now(UTC), list(self.state.facts.values())

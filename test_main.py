@@ -81,6 +81,7 @@ class StandIn:
         self.vector = bag_of_words
         self.pause = 0.0  # seconds between tokens
         self.headers: list[dict] = []
+        self.connections: set = set()  # that streams came over
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -101,6 +102,8 @@ class StandIn:
             await self.embed(request, send)
         elif path.endswith("/chat/completions"):
             answer = self.stream if request.get("stream") else self.complete
+            if request.get("stream"):
+                self.connections.add(scope["client"])
             await answer(request, send, receive)
         else:
             await self.json(send, {"error": {"message": "no such route"}}, 404)
@@ -1059,6 +1062,69 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model):
     chat.learned()
     assert chat.facts() == ["User likes tea."]
     assert not model.gate.is_set()
+
+
+def asked_and_not_read(chat, message):
+    """Ask over a socket with small buffers, and leave the answer unread."""
+    body = {"user_id": "ann", "session_id": A, "message": message}
+    content = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(chat.url.rpartition(":")[2])))
+    head = "POST /chat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return client
+
+
+def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(
+    chat, model, monkeypatch
+):
+    import main
+
+    long = "word " * 2000
+    model.replies += [says(*[long] * 80), [*says(*[long] * 800)[:-2], WAIT]]
+    assert answer(chat.ask("A long answer, please.")) == long * 80
+
+    with asked_and_not_read(chat, "And once more.") as client:
+        wait_for(lambda: model.closed == 1)  # nobody waits for it: the model is stopped
+        wait_for(lambda: len(chat.turns()) == 2)
+        assert chat.turns()[1]["status"] == "interrupted"
+        assert not main.Events.sending
+        seen = 0
+        while piece := client.recv(1 << 16):
+            seen += len(piece)
+            assert b'"done"' not in piece and b'"error"' not in piece
+    assert seen < len(long) * 800
+
+
+def test_a_client_that_takes_nothing_for_a_minute_is_cut(chat, model, monkeypatch):
+    import main
+
+    monkeypatch.setattr(main, "PING_AFTER", 0.1)
+    monkeypatch.setattr(main, "READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(main, "MAX_UNREAD", 1 << 30)
+    model.replies.append(says(*["word " * 2000] * 800))
+    with asked_and_not_read(chat, "A long answer, please."):
+        wait_for(lambda: main.Events.sending)
+        wait_for(lambda: not main.Events.sending)
+    assert answer(chat.ask("Hello.")) == "Noted: Hello. "
+
+
+def test_answers_that_nobody_reads_count_as_turns(start, model):
+    model.replies.append(says(*["word " * 2000] * 800))
+    with start(MAX_CONCURRENT_TURNS=1, MAX_UNREAD=1 << 30) as chat:
+        with asked_and_not_read(chat, "A long answer, please."):
+            wait_for(lambda: not chat.service.turns and model.requests)
+            assert chat.turns()[0]["status"] == "complete"
+            assert chat.post("Me too.", B).status_code == 503
+        wait_for(lambda: chat.post("Me too.", B).status_code == 200)
+
+
+def test_the_connection_to_the_model_is_kept_over_turns(chat, model):
+    model.hold_learning.clear()
+    for _ in range(5):
+        chat.ask("Hello.")
+    assert len(model.requests) == 5 and len(model.connections) == 1
 
 
 def test_an_interrupted_turn_stands_in_the_history(chat, model):
@@ -2878,8 +2944,10 @@ def test_json_schema_that_is_refused_becomes_json_object_for_all(shared, picky, 
         if (request.get("response_format") or {}).get("type") == "json_schema":
             return "response_format.type must be text or json_object, not json_schema"
 
-    locks = shared.folder / ".locks"
-    wait_for(lambda: not any(lock.stat().st_size for lock in locks.glob("u*")))
+    import memory
+
+    locks = shared.folder / ".locks"  # which come and go
+    wait_for(lambda: not any((memory.stamp(p) or (0, 0))[1] for p in locks.glob("u*")))
     picky.learnings.clear()  # of the tests before
     picky.refuse = refuse
     for known in (2, 3):

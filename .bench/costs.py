@@ -86,8 +86,7 @@ async def know(service: memory.Memory, name: str, count: int) -> memory.User:
         fact |= {"created_at": at, "last_seen_at": at, "source": "-/1"}
         state.facts[fact["id"]] = fact
     await learned(service)
-    assert user.commit(user.state, state)
-    user.sync_facts()
+    assert user.commit(user.state, memory.Transaction(state, user.key, []))
     texts = [fact["text"] for fact in state.facts.values()]
     found = [vector / np.linalg.norm(vector) for vector in await embed(texts)]
     keys = zip(state.facts, texts, strict=True)
