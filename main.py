@@ -18,12 +18,14 @@ import re
 import signal
 import threading
 import time
+import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import UUID
 
 import openai
@@ -31,7 +33,15 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from openai import AsyncOpenAI, DefaultAioHttpClient
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field, StrictBool
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    Field,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import memory
@@ -61,13 +71,16 @@ EMBEDDING_API_KEY = EMBEDDING_API_KEY or OPENAI_API_KEY or "EMPTY"
 EMBEDDING_MODEL = os.environ.get("EMBEDDING_MODEL", "")
 if not EMBEDDING_MODEL and not EMBEDDING_BASE_URL and not BASE_URL:
     EMBEDDING_MODEL = "text-embedding-3-small"
+RERANK_BASE_URL = os.environ.get("RERANK_BASE_URL", "")  # empty: no reranking
+RERANK_API_KEY = os.environ.get("RERANK_API_KEY", "").strip() or "EMPTY"
+RERANK_MODEL = os.environ.get("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8, 1)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 SHUTDOWN_GRACE = setting("SHUTDOWN_GRACE", 10.0)  # seconds for running turns to end
-for url in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"):
+for url in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL", "RERANK_BASE_URL"):
     if not re.match(r"https?://.|$", os.environ.get(url, "")):
         raise SystemExit(f"{url} must begin with http:// or https://")
 try:
@@ -79,6 +92,7 @@ MAX_BODY = 1 << 20  # bytes of one request
 MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
+HOLD = 0.3  # seconds
 HEALTH_SECONDS = 5.0  # a look at the endpoint holds so long
 
 SYSTEM = """\
@@ -95,6 +109,10 @@ Message = dict[str, Any]
 
 UserName = Annotated[str, AfterValidator(normal_name)]
 EITHER = AliasChoices("message", "query")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What a failure is before a stream has begun; all others are 500.
+STATUS = {"upstream_rejected": 400, "context_too_long": 400}
+STATUS |= {"upstream_unavailable": 503, "upstream_timeout": 504}
 # Some clients take these for the end of a line.
 LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\u0085\u2028\u2029"})
 
@@ -106,6 +124,57 @@ class ChatRequest(BaseModel, extra="forbid"):
     session_id: UUID
     message: str = Field(min_length=1, max_length=32_000, validation_alias=EITHER)
     reasoning_mode: StrictBool | None = False
+
+
+def clean(body: Any) -> Any:
+    """Refuse in a JSON body what cannot be sent on: NaN; lone surrogates become "?"."""
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+        return json.loads(printable(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class CompletionRequest(BaseModel, extra="allow"):
+    """Body of POST /v1/chat/completions; what is not named here goes to the endpoint."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    n: Literal[1] | None = None
+
+    cleaned = model_validator(mode="before")(clean)
+
+    @field_validator("messages")
+    @classmethod
+    def check(cls, messages: list[Message]) -> list[Message]:
+        for message in messages:
+            content = message.get("content")
+            fits = message.get("role") in ROLES
+            fits = fits and isinstance(content, str | list | None)
+            parts = content if isinstance(content, list) else []
+            if not fits or not all(isinstance(part, dict) for part in parts):
+                raise ValueError("a message has a role, and a text or parts as content")
+        return messages
+
+
+@dataclass
+class Ask:
+    """What a turn is asked, whichever face of the service it came to."""
+
+    text: str  # of the last user message
+    user: str = ""  # empty: no memory is read or written
+    session: str = ""
+    reasoning: bool = False
+    history: list[Message] | None = None  # the client's; None: the transcript's
+    tools: list[dict[str, Any]] | None = None  # the client's; it runs them itself
+    options: dict[str, Any] = field(default_factory=dict)  # for the endpoint
 
 
 class Failure(Exception):
@@ -121,10 +190,11 @@ class Events(StreamingResponse):
 
     turn: asyncio.Task[None]
     sending: ClassVar[set[Any]] = set()  # tasks
+    early = True  # its head is sent before there is a body
 
-    def __init__(self) -> None:
+    def __init__(self, media_type: str = "application/x-ndjson") -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__((), 200, headers, "application/x-ndjson")
+        super().__init__((), 200, headers, media_type)
         self.lines: list[bytes] = []
         self.unread = 0  # bytes in lines
         self.ready = asyncio.Event()
@@ -134,10 +204,12 @@ class Events(StreamingResponse):
         self.latest = self.stuck = math.inf  # event; begin of a send under way
 
     def emit(self, type: str, **fields: Any) -> None:
-        line = to_json({"type": type, **fields})
+        self.put(to_json({"type": type, **fields}) + "\n")
+
+    def put(self, line: str) -> None:
         if not line.isascii():
             line = line.translate(LINE_ENDS)
-        self.lines.append(line.encode("utf-8", "replace") + b"\n")
+        self.lines.append(line.encode("utf-8", "replace"))
         self.unread += len(self.lines[-1])
         if self.unread > MAX_UNREAD:
             self.give_up()
@@ -152,10 +224,18 @@ class Events(StreamingResponse):
         left.add_done_callback(lambda _: self.turn.cancel())
         self.latest = self.now()
         self.watch()
-        start = {"type": "http.response.start", "status": 200}
         body = {"type": "http.response.body", "more_body": True}
+
+        async def head() -> None:
+            about = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start"} | about)
+
         try:
-            await send(start | {"headers": self.raw_headers})
+            if self.early:
+                await head()
+            await self.ready.wait()
+            if not self.early:
+                await head()
             while self.lines or not self.turn.done():
                 await self.ready.wait()
                 self.ready.clear()
@@ -191,6 +271,100 @@ class Events(StreamingResponse):
         self.timer = loop.call_at(now + PING_AFTER - late, self.watch)
 
 
+class Completion(Events):
+    """The answer to POST /v1/chat/completions: the same events as OpenAI's JSON, or chunks.
+
+    Of our own tools and rounds nothing is shown. Whether a text is an answer or thinking
+    aloud ahead of a call shows later: the first words of a round are held for HOLD seconds.
+    """
+
+    early = False  # the status shows with the first event
+
+    def __init__(self, service: "Service", ask: Ask, stream: bool, usage: bool):
+        super().__init__("text/event-stream" if stream else "application/json")
+        self.status_code = 503  # until there is something to send
+        self.service, self.stream, self.usage = service, stream, usage
+        self.hold = HOLD if stream and not ask.tools else 0.0
+        self.held = self.gap = ""
+        self.open = self.said = False
+        self.calls: list[dict[str, Any]] = []
+        self.about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+
+    def emit(self, type: str, **fields: Any) -> None:
+        if type == "token":
+            self.held += fields["text"]
+            if self.open or not self.hold:
+                self.release()
+            elif self.held == fields["text"]:
+                asyncio.get_running_loop().call_later(self.hold, self.release)
+        elif type == "thought":
+            self.held, self.gap, self.open = "", "\n\n" if self.open else "", False
+        elif type == "call":  # of a client's own tool
+            function = {"name": fields["name"], "arguments": fields["arguments"]}
+            call = {"id": fields["id"], "type": "function", "function": function}
+            self.calls.append(call)
+            self.chunk({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
+        elif type == "ping" and self.stream:
+            self.status_code = 200
+            self.put(": ping\n\n")
+        elif type == "done":
+            self.end(fields)
+        elif type == "error":
+            self.fail(**fields)
+
+    def release(self) -> None:
+        if self.held:
+            self.open = True
+            self.chunk({"content": self.gap + self.held})
+            self.held = self.gap = ""
+
+    def chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> None:
+        if not self.said:
+            delta = {"role": "assistant", "content": None if self.calls else ""} | delta
+        self.said = True
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        self.send_json("chat.completion.chunk", choices=[choice])
+
+    def send_json(self, kind: str, **fields: Any) -> None:
+        if self.stream == kind.endswith("chunk"):
+            self.status_code = 200
+            model = {"object": kind, "model": self.service.model}
+            text = to_json(self.about | model | fields)
+            self.put(f"data: {text}\n\n" if self.stream else text)
+
+    def end(self, done: dict[str, Any]) -> None:
+        reason = {"max_rounds": "stop"}.get(
+            done["finish_reason"], done["finish_reason"]
+        )
+        message = {"role": "assistant", "content": done["response"] or None}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        self.send_json("chat.completion", choices=[choice], usage=done["usage"])
+        if self.stream:
+            self.release()
+            self.chunk({}, reason)
+            if self.usage:
+                usage = {"choices": [], "usage": done["usage"]}
+                self.send_json("chat.completion.chunk", **usage)
+            self.put("data: [DONE]\n\n")
+
+    def fail(self, code: str, message: str) -> None:
+        if self.stream and self.status_code == 200:
+            self.put(f"data: {to_json(openai_error(500, message, code))}\n\n")
+            return
+        self.status_code = STATUS.get(code, 500)
+        self.headers["Content-Type"] = "application/json"
+        self.put(to_json(openai_error(self.status_code, message, code)))
+
+
+def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error"}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = kinds.get(status, kind)
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 # --- The agent loop ---
 
 
@@ -220,15 +394,21 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 class Loop:
     """One turn's rounds with the model, and what they have come to so far."""
 
-    def __init__(self, service: "Service", turn: Turn, events: Events, reasoning: bool):
-        self.service, self.turn, self.events = service, turn, events
-        self.functions = {"plan": plan} if reasoning and MAX_ROUNDS > 1 else {}
+    def __init__(
+        self, service: "Service", turn: Turn | None, events: Events, ask: Ask
+    ) -> None:
+        self.service, self.turn, self.events, self.ask = service, turn, events, ask
+        self.functions = {"plan": plan} if ask.reasoning and MAX_ROUNDS > 1 else {}
         self.functions |= tools.TOOLS
-        self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
-        self.schemas: list[dict[str, Any]] = []
+        if turn:
+            self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
+        self.schemas = [tools.schema(f) for f in self.functions.values()]
+        if ask.tools:
+            called = [as_dict(tool.get("function")).get("name") for tool in ask.tools]
+            self.schemas, self.functions = ask.tools, dict.fromkeys(called)
         self.messages: list[Message] = []
         self.response, self.finish_reason, self.rounds = "", "stop", 0
-        self.tools: list[dict[str, Any]] = []  # calls and their results
+        self.tools = calls_made(ask.history or [])  # calls and their results
         self.usage: Counter[str] = Counter()
         self.steps: list[str] = []  # of the plan, as it stands
         self.seen: Counter[str] = Counter()  # calls, by name and arguments
@@ -236,13 +416,13 @@ class Loop:
     def emit(self, type: str, **fields: Any) -> None:
         self.events.emit(type, round=self.rounds, **fields)
 
-    async def run(self, text: str) -> None:
+    async def run(self) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
 
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
         Yao et al. 2210.03629) the first round is a forced call of `plan`. Raises Failure.
         """
-        await self.recall(text)
+        await self.recall()
         if "plan" in self.functions:
             await self.make_plan()
         last, going = False, True
@@ -250,6 +430,9 @@ class Loop:
             self.rounds += 1
             last = last or self.rounds >= MAX_ROUNDS
             last = last or max(self.seen.values(), default=0) >= 3
+            if self.ask.tools:
+                await self.round()
+                return
             called = await self.round("none" if last else None)
             # Small models may fall silent after their tools: they are asked once more.
             silent = not called and self.tools and not self.response.strip()
@@ -261,21 +444,28 @@ class Loop:
             self.response = "I could not finish this within the rounds I have."
             self.emit("token", text=self.response)
 
-    async def recall(self, text: str) -> None:
+    async def recall(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
-        turn, hints = self.turn, Hints([], [], ["memory"])
+        turn, text, history = self.turn, self.ask.text, self.ask.history
+        hints = Hints([], [], ["memory"] if turn else [])
         try:
-            hints = await turn.hints(text)
+            if turn:
+                hints = await turn.hints(text, history and [*map(text_of, history)])
+                self.service.memory.note("memory", failed=False)
         except Exception:  # the answer is worth more; the event says that it is without
             log.exception("the memory could not be searched")
-        self.schemas = [tools.schema(f) for f in self.functions.values()]
-        limit = (self.service.context_tokens or 8192) * 3 // 4
-        limit -= memory.count_tokens(json.dumps(self.schemas))
-        known = SYSTEM, turn.summary, turn.turns, hints
-        try:
-            self.messages, hints = fit_context(*known, text, limit)
-        except ValueError as error:
-            raise Failure("context_too_long", "The message is too long.") from error
+            self.service.memory.note("memory", failed=True)
+        if history is not None:
+            block = hints.block(datetime.now(UTC)) if turn else ""
+            self.messages = around_history(history, block)
+        else:
+            limit = (self.service.context_tokens or 8192) * 3 // 4
+            limit -= memory.count_tokens(json.dumps(self.schemas))
+            known = SYSTEM, turn.summary, turn.turns, hints
+            try:
+                self.messages, hints = fit_context(*known, text, limit)
+            except ValueError as error:
+                raise Failure("context_too_long", "The message is too long.") from error
         shown = {"facts": hints.facts, "pending": len(hints.said)}
         self.events.emit("memory", **shown, degraded=hints.degraded)
 
@@ -319,7 +509,7 @@ class Loop:
 
     async def round(self, choice: Any = None) -> bool:
         """Ask once, with a `tool_choice`, and run what is called; tell whether anything was."""
-        request = {"messages": self.messages, "tools": self.schemas}
+        request = {"messages": self.messages, "tools": self.schemas, **self.ask.options}
         if choice:
             request["tool_choice"] = choice
         reply, self.response = Reply(self, choice), ""
@@ -329,6 +519,9 @@ class Loop:
                     reply.take(chunk)
             reply.end()
             if not reply.calls or not reply.may_call:
+                return False
+            if self.ask.tools:
+                self.finish_reason = "tool_calls"
                 return False
             if reply.text:
                 self.emit("thought", text=reply.text)
@@ -359,8 +552,12 @@ class Loop:
 
     def start(self, call: "Call", cut: bool = False) -> None:
         """Run a call while the model may still write the next; `cut` at the length limit."""
-        call.arguments = parse_arguments(call.text)
+        call.started, call.arguments = True, parse_arguments(call.text)
         call.id = call.id or uuid.uuid4().hex[:9]  # Mistral's templates take no other
+        if self.ask.tools:
+            about = {"id": call.id, "name": call.name, "arguments": call.text or "{}"}
+            self.events.emit("call", **about)
+            return
         if self.functions.get(call.name) is not plan:
             arguments = call.arguments or {}
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
@@ -385,6 +582,57 @@ class Loop:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", **shown, ms=ms)
         return ok, text
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message, whose content may come in parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = (part.get("text") for part in content if part.get("type") == "text")
+        return "\n".join(str(text) for text in texts)
+    return content or ""
+
+
+def around_history(history: list[Message], block: str) -> list[Message]:
+    """Return a client's messages with one system message, ours and theirs, and the hints."""
+    systems = [m for m in history if m["role"] in ("system", "developer")]
+    prompt = [memory.message("system", "\n\n".join([SYSTEM, *map(text_of, systems)]))]
+    for said in history:
+        content, parts = text_of(said), said.get("content")
+        if said in systems:
+            continue
+        # Parts that are text alone become text: not every server takes parts.
+        if isinstance(parts, list) and any(
+            part.get("type") != "text" for part in parts
+        ):
+            content = parts
+        prompt.append({**said, "content": content if parts is not None else None})
+    asked = [m for m in prompt if m["role"] == "user"]
+    if block and asked:
+        content = asked[-1]["content"]
+        if isinstance(content, list):
+            content = [{"type": "text", "text": f"{block}\n\n"}, *content]
+        asked[-1]["content"] = (
+            f"{block}\n\n{content}" if isinstance(content, str) else content
+        )
+    return prompt
+
+
+def calls_made(history: list[Message]) -> list[dict[str, Any]]:
+    """Return the calls since the last user message, which the client has run itself."""
+    made: dict[str, dict[str, Any]] = {}
+    for said in history:
+        if said["role"] == "user":
+            made.clear()
+        for call in said.get("tool_calls") or []:
+            function = as_dict(as_dict(call).get("function"))
+            arguments = parse_arguments(str(function.get("arguments") or "")) or {}
+            row = {"name": str(function.get("name")), "arguments": arguments}
+            made[str(as_dict(call).get("id"))] = row | {"ok": False, "content": ""}
+        if said["role"] == "tool" and said.get("tool_call_id") in made:
+            done = {"ok": True, "content": text_of(said)[: tools.MAX_RESULT_CHARS]}
+            made[said["tool_call_id"]] |= done
+    return [*made.values()]
 
 
 def steps_in(text: str) -> list[str]:
@@ -412,6 +660,7 @@ class Call:
     name: str = ""
     text: str = ""  # of the arguments
     arguments: dict[str, Any] | None = None  # None: no JSON object
+    started: bool = False
     task: asyncio.Task[tuple[bool, str]] | None = None
 
     def row(self) -> dict[str, Any]:
@@ -476,7 +725,7 @@ class Reply:
             if isinstance(self.usage.get(name), int):
                 self.loop.usage[name] += self.usage[name]
         for call in self.calls:
-            if self.may_call and not call.task:
+            if self.may_call and not call.started:
                 self.loop.start(call, cut)
 
     def think(self, text: Any) -> None:
@@ -545,7 +794,7 @@ class Reply:
             self.start(call)
 
     def start(self, call: Call) -> None:
-        if self.may_call and not call.task and call.is_complete():
+        if self.may_call and not call.started and call.is_complete():
             self.loop.start(call)
 
 
@@ -668,12 +917,16 @@ class Service:
             self.embedder = connect(EMBEDDING_API_KEY, EMBEDDING_BASE_URL)
         self.model, self.embedding_model = CHAT_MODEL, EMBEDDING_MODEL
         self.refused: dict[str, float] = {}  # part of a request → monotonic seconds
-        self.looked = (0.0, "unreachable")  # when at the endpoint, and what was seen
+        self.looked: tuple[float, dict[str, Any]] = 0.0, {}  # monotonic seconds; health
         embed = self.embed if self.embedder else None
         self.memory = Memory(memory.DATA_DIR, self.complete, embed, EMBEDDING_MODEL)
+        self.reranker, self.rerank_model = None, RERANK_MODEL
+        if RERANK_BASE_URL:
+            self.reranker = connect(RERANK_API_KEY, RERANK_BASE_URL)
+            self.memory.rerank = self.rerank
         self.context_tokens = CONTEXT_TOKENS
         self.memory.context_tokens = CONTEXT_TOKENS or 8192
-        self.turns: dict[asyncio.Task[None], tuple[str, UUID]] = {}  # user, session
+        self.turns: dict[asyncio.Task[None], tuple[str, str]] = {}  # user, session
 
     async def discover(self) -> str:
         """Return the chat model's name: as set, or the endpoint's first; learn its context's size."""
@@ -777,35 +1030,52 @@ class Service:
         rows = (await create(model=self.embedding_model, input=texts)).data
         return [row.embedding for row in sorted(rows, key=lambda row: row.index)]
 
+    async def rerank(self, query: str, texts: list[str], k: int) -> list[Any]:
+        """Return index and relevance of the k texts that answer a query best, best first.
+
+        By `/rerank` as vLLM, Jina and Cohere have it.
+        """
+        if not self.rerank_model:
+            self.rerank_model = (await self.reranker.models.list()).data[0].id
+        body = {"model": self.rerank_model, "query": query, "documents": texts}
+        post = self.reranker.with_options(max_retries=0).post
+        found = await post("/rerank", cast_to=object, body=body | {"top_n": k})
+        return [(row["index"], row["relevance_score"]) for row in found["results"]]
+
+    async def health(self) -> dict[str, Any]:
+        """Return what works, and since when what does not; a look holds HEALTH_SECONDS."""
+        if time.monotonic() - self.looked[0] > HEALTH_SECONDS:
+            seen = {"status": "ok", "model": await self.look()}
+            seen |= {"degraded": dict(self.memory.failing)}
+            seen |= {"pending": await self.memory.pending()}
+            self.looked = time.monotonic(), seen
+        return self.looked[1]
+
     async def look(self) -> str:
         """Return the model's name, "unreachable" or "not configured"."""
         if not self.client:
             return "not configured"
-        if time.monotonic() - self.looked[0] > HEALTH_SECONDS:
-            try:
-                await self.client.with_options(timeout=2, max_retries=0).models.list()
-                seen = await self.discover()
-            except openai.APIStatusError:  # it answers
-                seen = self.model or "unreachable"
-            except Exception:  # what answers there is no endpoint
-                log.info("no answer from the endpoint", exc_info=True)
-                seen = "unreachable"
-            self.looked = time.monotonic(), seen
-        return self.looked[1]
+        try:
+            await self.client.with_options(timeout=2, max_retries=0).models.list()
+            return await self.discover()
+        except openai.APIStatusError:  # it answers
+            return self.model or "unreachable"
+        except Exception:  # what answers there is no endpoint
+            log.info("no answer from the endpoint", exc_info=True)
+            return "unreachable"
 
     # Turns
 
-    def begin(self, body: ChatRequest) -> Events:
+    def begin(self, ask: Ask, events: Events) -> Events:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.client:
             raise HTTPException(503, NOT_CONFIGURED)
-        key = body.user_id, body.session_id
-        queued = list(self.turns.values()).count(key)
+        key = ask.user, ask.session
+        queued = list(self.turns.values()).count(key) if ask.user else 0
         busy = max(len(self.turns), len(Events.sending))
         if busy >= MAX_CONCURRENT_TURNS or queued > MAX_WAITING:
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        events = Events()
-        events.turn = task = asyncio.create_task(self.run_turn(body, events))
+        events.turn = task = asyncio.create_task(self.run_turn(ask, events))
         self.turns[task] = key
         task.add_done_callback(self.turns.pop)
         task.add_done_callback(lambda _: events.ready.set())
@@ -815,12 +1085,13 @@ class Service:
         for task in list(self.turns):
             task.cancel()
 
-    async def run_turn(self, body: ChatRequest, events: Events) -> None:
+    async def run_turn(self, ask: Ask, events: Events) -> None:
         """Run one turn to its `done` or `error`; whatever happens, what was said is written."""
         try:
-            async with self.memory.turn(body.user_id, str(body.session_id)) as turn:
-                await self.answer(turn, body, events)
-            return
+            if not ask.user:
+                return await self.answer(None, ask, events)
+            async with self.memory.turn(ask.user, ask.session) as turn:
+                return await self.answer(turn, ask, events)
         except Failure as error:
             log.warning("turn failed: %s: %r", error.args[0], error.__cause__)
             failure = error
@@ -836,19 +1107,19 @@ class Service:
         code, message = failure.args
         events.emit("error", code=code, message=message)
 
-    async def answer(self, turn: Turn, body: ChatRequest, events: Events) -> None:
-        began, reasoning = memory.now(), bool(body.reasoning_mode)
-        loop = Loop(self, turn, events, reasoning)
-        text = body.message
+    async def answer(self, turn: Turn | None, ask: Ask, events: Events) -> None:
+        began, loop = memory.now(), Loop(self, turn, events, ask)
 
         async def save(status: str) -> None:
-            row = {"query": text, "response": loop.response, "status": status}
-            row |= {"reasoning_mode": reasoning, "rounds": loop.rounds}
-            row |= {"tools": loop.tools, "started_at": began}
-            await to_the_end(turn.save(**row))
+            # A client that runs its own tools comes back with their results.
+            if turn and loop.finish_reason != "tool_calls":
+                row = {"query": ask.text, "response": loop.response, "status": status}
+                row |= {"reasoning_mode": ask.reasoning, "rounds": loop.rounds}
+                row |= {"tools": loop.tools, "started_at": began}
+                await to_the_end(turn.save(**row))
 
         try:
-            await loop.run(text)
+            await loop.run()
         except asyncio.CancelledError:
             await save("interrupted")
             raise
@@ -856,9 +1127,9 @@ class Service:
             await save("error")
             raise
         await save("complete")
-        done = {"response": loop.response, "turn": turn.number, "rounds": loop.rounds}
-        done |= {"finish_reason": loop.finish_reason, "usage": loop.usage or None}
-        events.emit("done", **done)
+        done = {"response": loop.response, "turn": turn.number if turn else 0}
+        done |= {"rounds": loop.rounds, "finish_reason": loop.finish_reason}
+        events.emit("done", **done, usage=loop.usage or None)
 
 
 def connect(key: str, url: str) -> AsyncOpenAI:
@@ -966,7 +1237,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     service.cancel_turns()
     await asyncio.gather(*service.turns, return_exceptions=True)
     await service.memory.close()
-    for client in {service.client, service.embedder} - {None}:
+    for client in {service.client, service.embedder, service.reranker} - {None}:
         await client.close()
 
 
@@ -1025,11 +1296,12 @@ def door(app: Any) -> Any:
         scheme, _, given = header.strip().partition(b" ")
         scope["token"] = token = given.strip() if scheme.lower() == b"bearer" else b""
         # Whose token it is, if not the key, shows when the route knows the user.
-        personal = scope["path"].startswith(("/chat", "/users/"))
+        personal = scope["path"].startswith(("/chat", "/users/", "/v1/"))
         users = personal and re.fullmatch(rb"[0-9a-f]{64}", token)
         known = is_key(token) or users
         if API_KEY and not known and scope["path"] != "/health":
-            return await refusal(401, "A valid token is needed.")(scope, receive, send)
+            refused = refusal(scope["path"], 401, "A valid token is needed.")
+            return await refused(scope, receive, send)
         left = MAX_BODY
 
         async def limited() -> Any:
@@ -1048,10 +1320,16 @@ def door(app: Any) -> Any:
 app.add_middleware(door)
 
 
-def refusal(status: int, detail: Any, headers: Any = None) -> Response:
-    content = json.dumps({"detail": detail})  # escaped: it may hold what is no UTF-8
+def refusal(path: str, status: int, detail: Any, headers: Any = None) -> Response:
+    content = {"detail": detail}
+    if path.startswith("/v1/"):
+        status = 400 if status == 422 else status
+        if isinstance(detail, list):  # of a body that does not fit
+            detail = "; ".join(f"{e['loc'][1:]}: {e['msg']}" for e in detail)
+        content = openai_error(status, detail)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
-    return Response(content, status, headers, "application/json")
+    # Escaped: it may hold what is no UTF-8.
+    return Response(json.dumps(content), status, headers, "application/json")
 
 
 @app.exception_handler(RequestValidationError)
@@ -1059,17 +1337,18 @@ def refusal(status: int, detail: Any, headers: Any = None) -> Response:
 @app.exception_handler(Forgotten)
 @app.exception_handler(OSError)
 async def refused(request: Request, error: Any) -> Response:
+    path = request.scope["path"]
     if isinstance(error, RequestValidationError):
-        shown = ("loc", "msg", "type")
-        return refusal(422, [{name: e[name] for name in shown} for e in error.errors()])
+        shown = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
+        return refusal(path, 422, shown)
     if isinstance(error, StarletteHTTPException):
         # 400 is FastAPI's word for a body that it cannot read.
         status = 422 if error.status_code == 400 else error.status_code
-        return refusal(status, error.detail, error.headers)
+        return refusal(path, status, error.detail, error.headers)
     if isinstance(error, Forgotten):
-        return refusal(404, "Not found")
+        return refusal(path, 404, "Not found")
     log.error("the user's files cannot be read or written", exc_info=error)
-    return refusal(503, "The files cannot be read or written.")
+    return refusal(path, 503, "The files cannot be read or written.")
 
 
 def is_key(token: bytes) -> bool:
@@ -1101,13 +1380,74 @@ Count = Annotated[int, Query(ge=1, le=100)]
 
 @app.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    return {"status": "ok", "model": await request.app.state.service.look()}
+    return await request.app.state.service.health()
 
 
 @app.post("/chat")
 async def chat(request: Request, body: ChatRequest) -> Response:
     authorise(request, body.user_id)
-    return request.app.state.service.begin(body)
+    user, session, reasoning = body.user_id, str(body.session_id), body.reasoning_mode
+    ask = Ask(body.message, user, session, bool(reasoning))
+    return request.app.state.service.begin(ask, Events())
+
+
+@app.post("/v1/chat/completions")
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    user = one_of(request, body.user, "X-User-Id", "X-OpenWebUI-User-Id")
+    try:
+        user = user and normal_name(user)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+    authorise(request, user)
+    metadata = body.metadata or {}
+    session = one_of(request, metadata.get("session_id"), "X-Session-Id")
+    said = [text_of(m) for m in body.messages if m["role"] == "user" and text_of(m)]
+    off = request.headers.get("X-Memory", "").strip().lower() == "off"
+    ask = Ask(said[-1] if said else "", history=body.messages, tools=body.tools or None)
+    if user and said and not off and body.store is not False:
+        ask.user, ask.session = user, session_uuid(user, session or "", said[0])
+    ask.options = dict(body.model_extra or {})
+    if body.tools and body.tool_choice is not None:
+        ask.options["tool_choice"] = body.tool_choice
+    usage = as_dict(body.stream_options).get("include_usage") is True
+    service = request.app.state.service
+    answer = Completion(service, ask, bool(body.stream), usage)
+    return service.begin(ask, answer)
+
+
+def one_of(request: Request, given: Any, *headers: str) -> str:
+    """Return what a field of the body or one of the headers says; 400 where two disagree."""
+    found = [value for name in headers for value in request.headers.getlist(name)]
+    # Headers come as Latin-1, whatever they are.
+    found = [v.encode("latin-1").decode("utf-8", "replace") for v in found]
+    stripped = [str(value).strip() for value in [given or "", *found]]
+    values = {unicodedata.normalize("NFC", value) for value in stripped if value}
+    if len(values) > 1:
+        raise HTTPException(400, "Two names are given that disagree.")
+    return values.pop() if values else ""
+
+
+def session_uuid(user: str, named: str, first: str) -> str:
+    """Return a session's UUID: as named, or from its name, or from its first message."""
+    with suppress(ValueError):
+        return str(UUID(named))
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{user}\n{named or first}"))
+
+
+@app.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    service = request.app.state.service
+    if not is_key(request.scope["token"]) and API_KEY:
+        raise HTTPException(403, "This needs the key.")
+    if not service.client:
+        raise HTTPException(503, NOT_CONFIGURED)
+    try:
+        model = await service.discover()
+    except Exception as error:
+        log.warning("no answer from the endpoint", exc_info=True)
+        raise HTTPException(503, "The model's endpoint is not available.") from error
+    about = {"id": model, "object": "model", "created": 0, "owned_by": "chat"}
+    return {"object": "list", "data": [about]}
 
 
 @app.get("/users/{user_id}/memories")

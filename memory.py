@@ -67,6 +67,7 @@ SUMMARIES = setting("SUMMARIES", 1)  # 0: old turns are dropped, not folded
 MAX_FACTS = setting("MAX_FACTS", 2000, 1)  # a user
 LEARN_CONCURRENCY = setting("LEARN_CONCURRENCY", 4, 1)  # learning calls at once
 EMBEDDING_TIMEOUT = setting("EMBEDDING_TIMEOUT", 2.0)  # seconds, before a first token
+RERANK_TIMEOUT = setting("RERANK_TIMEOUT", 0.5)  # seconds
 EMBEDDING_QUERY_PREFIX = os.environ.get("EMBEDDING_QUERY_PREFIX", "")
 EMBEDDING_DOCUMENT_PREFIX = os.environ.get("EMBEDDING_DOCUMENT_PREFIX", "")
 
@@ -98,6 +99,7 @@ LEARN_PATIENCE = 5.0  # seconds a learning waits for the user's running turn
 QUIET = 20.0  # seconds without a turn after which a user's index files are written
 OPEN_USERS = 1000  # held in memory
 MAX_LEARNERS = 1000  # users who learn or wait for it in memory; others wait on disk
+RERANKED = 32  # facts that a cross-encoder is asked about
 NEAR = 0.92  # cosine above which two facts may be one
 
 log = logging.getLogger("memory")
@@ -109,6 +111,7 @@ Ranked = list[tuple[float, Fact]]  # by score, best first
 Vectors = dict[str, np.ndarray]  # by text; normalised
 Complete = Callable[[list[dict[str, str]], dict[str, Any]], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[np.ndarray]]]
+Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
 class Forgotten(Exception):
@@ -1715,14 +1718,22 @@ class Memory:
             the endpoint refuses the request itself, anything else where it gave no answer.
         embed: Returns a vector for each text; None: keywords alone.
         model: Name of the embedding model; vectors of another are made again.
+        rerank: Returns place and relevance of the best of the texts, best first.
     """
 
     def __init__(
-        self, folder: Path, complete: Complete, embed: Embed | None, model: str = ""
+        self,
+        folder: Path,
+        complete: Complete,
+        embed: Embed | None,
+        model: str = "",
+        rerank: Rerank | None = None,
     ):
         self.root = Path(folder).absolute()
         self.locks = self.root / ".locks"
         self.complete, self.embed, self.model = complete, embed, model
+        self.rerank = rerank
+        self.failing: dict[str, str] = {}  # part → since when
         self.context_tokens = 8192  # of the model that learns
         self.users: OrderedDict[str, User] = OrderedDict()  # the latest used last
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -1866,8 +1877,10 @@ class Memory:
                 self.cache[text] = vector / norm if usable else np.zeros_like(vector)
             for text in list(self.cache)[:-2000]:
                 del self.cache[text]
+            self.note("embeddings", failed=False)
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
+            self.note("embeddings", failed=True)
         finally:
             for text in texts:
                 self.embedding.pop(text, None)
@@ -1876,17 +1889,62 @@ class Memory:
         found = await self.vectors([query], EMBEDDING_TIMEOUT, EMBEDDING_QUERY_PREFIX)
         return found.get(query)
 
-    async def search(self, user: User, query: str, k: int) -> tuple[Ranked, list[str]]:
+    def note(self, part: str, failed: bool) -> None:
+        """Note that a part works or fails, for `failing`."""
+        if failed:
+            self.failing.setdefault(part, now())
+        else:
+            self.failing.pop(part, None)
+
+    async def pending(self) -> int:
+        """Return how many turns of all users wait to be learned."""
+
+        def count() -> int:
+            found = 0
+            for lock in list(self.locks.iterdir()):
+                if "." not in lock.name and (stamp(lock) or (0, 0))[1]:
+                    with suppress(Forgotten):
+                        user = User(self.root, lock.name, self.model)
+                        found += len(user.begin_learning()[1])
+            return found
+
+        return await asyncio.to_thread(count)
+
+    async def search(
+        self, user: User, query: str, k: int, rerank: bool = True
+    ) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         vector = await self.query_vector(query)
-        found = await asyncio.to_thread(user.search, query, vector, k)
+        rerank = rerank and self.rerank is not None
+        wanted = max(k, RERANKED) if rerank else k
+        found = await asyncio.to_thread(user.search, query, vector, wanted)
         if not user.sources_read:  # not before a first token: it may read many files
             user.sources_read = True
             self.spawn(asyncio.to_thread(user.read_sources))
-        if vector is None:
-            return found, ["embeddings"]
-        self.mend(user)
-        return found, []
+        degraded = [] if vector is not None else ["embeddings"]
+        self.note("embeddings", failed=vector is None)
+        if vector is not None:
+            self.mend(user)
+        if rerank and found:
+            order = await self.reranked(query, found, k)
+            degraded += [] if order else ["rerank"]
+            found = order or found
+        return found[:k], degraded
+
+    async def reranked(self, query: str, found: Ranked, k: int) -> Ranked:
+        """Return the k best of what was found as a cross-encoder sees it; none where it fails."""
+        try:
+            async with asyncio.timeout(RERANK_TIMEOUT):
+                texts = [fact["text"] for _, fact in found]
+                best = await self.rerank(query[:2000], texts, k)
+            # Each once, whatever the server sends.
+            scores = {int(n): float(score) for n, score in best if 0 <= n < len(found)}
+            order = sorted(scores, key=scores.__getitem__, reverse=True)
+        except Exception:  # whatever it did: the order stands
+            log.warning("reranking failed", exc_info=True)
+            order = []
+        self.note("rerank", failed=not order)
+        return [(scores[n], found[n][1]) for n in order]
 
     def mend(self, user: User) -> None:
         """Embed in the background what has no vector: after a time-out or under a new model."""
@@ -1960,10 +2018,12 @@ class Memory:
                 continue
             except Exception:  # whatever kept the endpoint from answering
                 log.warning("no answer while learning", exc_info=True)
+                self.note("learning", failed=True)
                 user.woken.clear()
                 await wait(user.woken, pause)
                 pause = min(60.0, pause * 2)
                 continue
+            self.note("learning", failed=False)
             await self.apply(user, (state, waiting), batch, operations)
 
     def batch(self, waiting: list[Turn_], bad: Counter[str]) -> list[Turn_]:
@@ -2002,7 +2062,7 @@ class Memory:
         cost = sum(count_tokens(fact["text"]) + 5 for fact in state.facts.values())
         if cost <= self.context_tokens // 8:
             return list(state.facts.values())
-        near = [await self.search(user, turn["query"], 10) for turn in batch]
+        near = [await self.search(user, turn["query"], 10, False) for turn in batch]
         found = {fact["id"]: fact for ranked, _ in near for _, fact in ranked}
         return [fact for id, fact in found.items() if id in state.facts]
 
@@ -2220,14 +2280,21 @@ class Turn:
             turns = turns[math.ceil((len(turns) - 2 * HISTORY_TURNS) / step) * step :]
         self.turns = [turn for turn in turns if turn["status"] != "error"]
         verbatim = {f"{session_id}/{turn['turn']}" for turn in self.turns}
+        self.unlearned = waiting
         self.waiting = [turn for turn in waiting if place(turn) not in verbatim]
 
-    async def hints(self, message: str) -> Hints:
+    async def hints(self, message: str, history: Iterable[str] | None = None) -> Hints:
         """Return what the user's memory has to say to a message.
 
         All facts where they fit HINT_TOKENS, without any call; else the profile in at
         most half of it, and what retrieval finds, after one embedding call.
+
+        Args:
+            history: What else stands before the model, where that is not the transcript.
         """
+        if history is not None:
+            said = set(history)
+            self.waiting = [t for t in self.unlearned if t["query"] not in said]
         self.said.append(message)
         newest = (
             one_line(redact(t["query"][:1000]))[:200] for t in reversed(self.waiting)
