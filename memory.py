@@ -880,8 +880,11 @@ class User:
             # left alone would hide what is said in a new session of this name.
             state.learned.pop(session_id, None)
             self.write(state)
-            # The transcript last: while it is there, its deletion can be asked for again.
-            self.erase(f".{session_id}.*", f"*{self.past.file}*", f"{session_id}.*")
+            # The transcript last, its newest part first: while there is some, its deletion
+            # can be asked for again, and no hole in it hides turns.
+            parts = reversed(self.parts(session_id))
+            strays = f".{session_id}.*", f"{session_id}.*.corrupt-*"
+            self.erase(*strays, f"*{self.past.file}*", *parts, f"{session_id}.*")
             self.queries, self.sources_read, self.facts.source = {}, False, None
 
     def delete_facts(self, fact_id: str | None = None) -> None:
