@@ -21,7 +21,7 @@ import time
 import unicodedata
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -159,6 +159,7 @@ class CompletionRequest(BaseModel, extra="allow"):
             fits = message.get("role") in ROLES
             fits = fits and isinstance(content, str | list | None)
             parts = content if isinstance(content, list) else []
+            fits = fits and isinstance(message.get("tool_calls"), list | None)
             if not fits or not all(isinstance(part, dict) for part in parts):
                 raise ValueError("a message has a role, and a text or parts as content")
         return messages
@@ -189,7 +190,7 @@ class Events(StreamingResponse):
     """
 
     turn: asyncio.Task[None]
-    sending: ClassVar[set[Any]] = set()  # tasks
+    sending: ClassVar[set[Any]] = set()  # tasks that send an answer
     early = True  # its head is sent before there is a body
 
     def __init__(self, media_type: str = "application/x-ndjson") -> None:
@@ -402,13 +403,13 @@ class Loop:
         self.functions |= tools.TOOLS
         if turn:
             self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
-        self.schemas = [tools.schema(f) for f in self.functions.values()]
         if ask.tools:
             called = [as_dict(tool.get("function")).get("name") for tool in ask.tools]
-            self.schemas, self.functions = ask.tools, dict.fromkeys(called)
+            self.functions = dict.fromkeys(called)
+        self.schemas: list[dict[str, Any]] = []
         self.messages: list[Message] = []
         self.response, self.finish_reason, self.rounds = "", "stop", 0
-        self.tools = calls_made(ask.history or [])  # calls and their results
+        self.tools: list[dict[str, Any]] = []  # calls and their results
         self.usage: Counter[str] = Counter()
         self.steps: list[str] = []  # of the plan, as it stands
         self.seen: Counter[str] = Counter()  # calls, by name and arguments
@@ -447,6 +448,9 @@ class Loop:
     async def recall(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.ask.text, self.ask.history
+        own = self.functions.values()
+        self.schemas = self.ask.tools or [tools.schema(function) for function in own]
+        self.tools = calls_made(history or [])
         hints = Hints([], [], ["memory"] if turn else [])
         try:
             if turn:
@@ -459,6 +463,10 @@ class Loop:
             block = hints.block(datetime.now(UTC)) if turn else ""
             self.messages = around_history(history, block)
         else:
+            if not self.service.context_tokens:  # the endpoint was down at the start
+                with suppress(Exception):
+                    async with asyncio.timeout(3):
+                        await self.service.discover()
             limit = (self.service.context_tokens or 8192) * 3 // 4
             limit -= memory.count_tokens(json.dumps(self.schemas))
             known = SYSTEM, turn.summary, turn.turns, hints
@@ -866,42 +874,45 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Call]:
     return calls
 
 
-async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events, then DONE where the stream says so.
+class EventReader:
+    """Server-sent events, from bytes as they come to the JSON in them, then DONE.
 
     An event is over when its JSON is: not all servers put an empty line behind it.
-    Failure: an event is no JSON object, or it is an error.
+    Lines are ended by LF or CRLF alone: JSON may hold U+2028 and U+0085.
     """
-    data = ""
-    async for line in split_lines(pieces):
+
+    def __init__(self) -> None:
+        self.rest, self.data, self.done = b"", "", False
+
+    def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
+        """Yield what a piece completes; Failure: an event is no JSON object, or an error."""
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        for line in lines:
+            if not self.done:
+                yield from self.line(line.decode("utf-8", "replace").rstrip("\r"))
+
+    def line(self, line: str) -> Iterator[dict[str, Any]]:
         if line.startswith("data:"):
-            data = f"{data}{line[5:]}\n".lstrip()
+            self.data = f"{self.data}{line[5:]}\n".lstrip()
         elif line:
-            continue  # a comment, or another field
-        if data.rstrip() == "[DONE]":
+            return  # a comment, or another field
+        if not self.data:
+            return
+        if self.data.rstrip() == "[DONE]":
+            self.done = True
             yield DONE
             return
         try:
-            chunk = json.loads(data)
+            chunk = json.loads(self.data)
         except (ValueError, RecursionError) as error:
-            if line or not data:  # the event goes on; or there is none
-                continue
+            if line:  # the event goes on
+                return
             raise Failure(UNAVAILABLE, "The model's answer is damaged.") from error
-        data = ""
+        self.data = ""
         if not isinstance(chunk, dict) or chunk.get("error"):
             log.warning("the endpoint ended a stream with an error")
             raise Failure(UNAVAILABLE, "The model's endpoint failed.")
         yield chunk
-
-
-async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Yield lines, ended by LF or CRLF alone: JSON may hold U+2028 and U+0085."""
-    rest = b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line.decode("utf-8", "replace").rstrip("\r")
-    yield rest.decode("utf-8", "replace")
 
 
 # --- The endpoint ---
@@ -961,8 +972,11 @@ class Service:
                 async with asyncio.timeout(UPSTREAM_TIMEOUT):
                     request["model"] = await self.discover()
                     response = await self.adapt(request, send)
-                pieces = response.iter_bytes()
-                async for chunk in read_events(pieces):
+                pieces, reader = response.iter_bytes(), EventReader()
+                while not reader.done and (piece := await anext(pieces, None)):
+                    for chunk in reader.feed(piece):
+                        yield chunk
+                for chunk in reader.feed(b"\n"):
                     yield chunk
                 with suppress(TimeoutError):  # a connection read to its end is kept
                     async with asyncio.timeout(0.1):
@@ -1146,8 +1160,9 @@ async def to_the_end(coroutine: Any) -> None:
         await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
-        if not task.cancelled() and task.exception():
-            log.error("a turn could not be saved", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error and not isinstance(error, Forgotten):
+            log.error("a turn could not be saved", exc_info=error)
         raise
 
 
@@ -1259,20 +1274,17 @@ def on_stop(service: Service) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         server = signal.getsignal(number)
+        # Else it waits for ever for a client that does not read.
+        if config := getattr(getattr(server, "__self__", None), "config", None):
+            config.timeout_graceful_shutdown = SHUTDOWN_GRACE + 1
 
         def handle(number: int, frame: Any, server: Any = server) -> None:
-            for seconds, end in ((0, service.cancel_turns), (1, cut_answers)):
-                later = SHUTDOWN_GRACE + seconds
-                loop.call_soon_threadsafe(loop.call_later, later, end)
+            end = service.cancel_turns
+            loop.call_soon_threadsafe(loop.call_later, SHUTDOWN_GRACE, end)
             if callable(server):
                 server(number, frame)
 
         signal.signal(number, handle)
-
-
-def cut_answers() -> None:
-    for task in list(Events.sending):
-        task.cancel()
 
 
 # No documentation pages: they load scripts from elsewhere, and would be open to all.

@@ -880,11 +880,9 @@ class User:
             # left alone would hide what is said in a new session of this name.
             state.learned.pop(session_id, None)
             self.write(state)
-            # The transcript last, its newest part first: while there is some, its deletion
-            # can be asked for again, and no hole in it hides turns.
-            parts = reversed(self.parts(session_id))
-            strays = f".{session_id}.*", f"{session_id}.*.corrupt-*"
-            self.erase(*strays, f"*{self.past.file}*", *parts, f"{session_id}.*")
+            # The transcript last: while it is there, its deletion can be asked for again.
+            self.erase(f".{session_id}.*", f"*{self.past.file}*", f"{session_id}.*")
+            self.counts.pop(session_id, None)
             self.queries, self.sources_read, self.facts.source = {}, False, None
 
     def delete_facts(self, fact_id: str | None = None) -> None:
@@ -919,7 +917,9 @@ class User:
     def erase(self, *patterns: str) -> None:
         """Unlink the files that match; index files among them are written again."""
         for pattern in patterns:
-            for path in list(self.folder.glob(pattern)):
+            found = self.folder.glob(pattern)
+            # The newest part of a transcript first: what a kill leaves has no hole.
+            for path in sorted(found, key=lambda p: (len(p.name), p.name))[::-1]:
                 path.unlink()
                 self.files.pop(path.name, None)
         fsync_folder(self.folder)
@@ -940,7 +940,8 @@ class User:
             for path in locks.glob(f"{self.key}.*"):
                 path.unlink(missing_ok=True)
             self.files.clear()
-            self.state = State()
+            self.counts.clear()
+            self.state, self.queries, self.sources_read = State(), {}, False
             self.use_model(self.facts.model)
 
     # Indexes: derived, for meaning and for words
@@ -1616,6 +1617,8 @@ def learning_examples() -> list[dict[str, str]]:
 
 
 LEARN_MESSAGES = learning_examples()
+# Of the context, for the rules and an answer; what is over is for facts and turns.
+LEARN_TOKENS = sum(count_tokens(m["content"]) for m in LEARN_MESSAGES) + 1500
 SUMMARY_PROMPT = """\
 You keep the summary of a conversation between a user and an assistant. Extend the previous
 summary by the turns that follow it: what was asked, decided, found and left open, with names,
@@ -2031,7 +2034,7 @@ class Memory:
 
     def batch(self, waiting: list[Turn_], bad: Counter[str]) -> list[Turn_]:
         """Return the first turns to learn together; after two bad answers each one alone."""
-        room, batch = self.context_tokens // 2, []
+        room, batch = min(self.context_tokens // 2, self.room()), []
         for turn in waiting[:BATCH_TURNS]:
             room -= count_tokens(turn["query"]) + count_tokens(turn["response"][:1000])
             worst = max(bad[place(other)] for other in [turn, *batch])
@@ -2040,13 +2043,18 @@ class Memory:
             batch.append(turn)
         return batch
 
+    def room(self) -> int:
+        """Return the tokens that turns and facts may take in a learning or a summary."""
+        return max(300, self.context_tokens - LEARN_TOKENS)
+
     async def propose(self, user: User, state: State, batch: list[Turn_]) -> list[Any]:
         """Return the operations by which the model would learn turns, those that may pass."""
         shown = await self.shown(user, state, batch)
 
         def request() -> dict[str, str]:
-            # As many bytes as the context has tokens are a third of it.
-            room, turns = {"query": self.context_tokens, "response": 1000}, []
+            # As many bytes as there is room for tokens are a third of it.
+            whole, turns = self.room(), []
+            room = {"query": whole, "response": min(1000, whole // 3)}
             for turn in batch:
                 parts = {part: turn[part][: 2 * room[part]] for part in room}
                 said = {part: cut(redact(parts[part]), room[part]) for part in room}
@@ -2063,7 +2071,7 @@ class Memory:
     async def shown(self, user: User, state: State, batch: list[Turn_]) -> list[Fact]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
         cost = sum(count_tokens(fact["text"]) + 5 for fact in state.facts.values())
-        if cost <= self.context_tokens // 8:
+        if cost <= self.room() // 4:
             return list(state.facts.values())
         near = [await self.search(user, turn["query"], 10, False) for turn in batch]
         found = {fact["id"]: fact for ranked, _ in near for _, fact in ranked}
@@ -2199,9 +2207,10 @@ class Memory:
         if len(recent.turns) <= 2 * HISTORY_TURNS:
             return
         old = recent.turns[:-HISTORY_TURNS]
-        room = self.context_tokens // len(old)  # bytes of each turn
-        turns = [{p: cut(turn[p], room) for p in ("query", "response")} for turn in old]
-        request = {"previous": recent.summary, "turns": turns}
+        room = self.room()  # bytes: a third each for summary, queries and responses
+        size = room // len(old)
+        turns = [{p: cut(turn[p], size) for p in ("query", "response")} for turn in old]
+        request = {"previous": cut(recent.summary, room), "turns": turns}
         text = json.dumps(request, ensure_ascii=False)
         prompt = [message("system", SUMMARY_PROMPT), message("user", text)]
         try:

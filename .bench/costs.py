@@ -31,7 +31,7 @@ import memory
 
 DIMENSION = 1536
 FACTS = (20, 200, 2000)
-TURNS = (10, 50, 1000, 5000)
+TURNS = (10, 100, 1000, 5000)
 REPEATS = 50  # searches
 FACT = (
     "{who} bought {a} {thing} in {Place}|{who} works with {Name} on {thing} reports"
