@@ -1260,7 +1260,12 @@ def without_names(record: logging.LogRecord) -> bool:
     """Take users' names and words out of a line of uvicorn's access log."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, *rest = record.args
-        path = re.sub(r"^/users/[^/]*", "/users/…", str(path).partition("?")[0])
+        fixed = {route.path for route in app.routes}
+        path = str(path).partition("?")[0]
+        own = re.fullmatch(
+            "/users/[^/]+((/(memories|sessions|history|[0-9a-f-]{36}))*)", path
+        )
+        path = f"/users/…{own[1]}" if own else path if path in fixed else "/…"
         record.args = (client, method, path, *rest)
     return True
 

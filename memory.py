@@ -883,6 +883,8 @@ class User:
             # The transcript last: while it is there, its deletion can be asked for again.
             self.erase(f".{session_id}.*", f"*{self.past.file}*", f"{session_id}.*")
             self.counts.pop(session_id, None)
+            gone = session_hash(f"{session_id}/")
+            self.past.drop({id for id in self.past.known if id >> 39 == gone})
             self.queries, self.sources_read, self.facts.source = {}, False, None
 
     def delete_facts(self, fact_id: str | None = None) -> None:
