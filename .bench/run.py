@@ -356,8 +356,10 @@ class Server:
     def learning(self) -> bool:
         """Tell whether anything waits to be learned; the service notes it in lock files."""
         if self.kind == "service":
-            locks = os.scandir(self.folder / "DATA_DIR/.locks")
-            return any(lock.stat().st_size for lock in locks)
+            with suppress(FileNotFoundError):  # lock files come and go
+                locks = os.scandir(self.folder / "DATA_DIR/.locks")
+                return any(lock.stat().st_size for lock in locks)
+            return True
         return self.kind == "Mem0, later" and self.get("/health")["adding"] > 0
 
     async def learned(self) -> None:
