@@ -357,6 +357,7 @@ class Completion(Events):
             return
         self.status_code = STATUS.get(code, 500)
         self.headers["Content-Type"] = "application/json"
+        self.headers["X-Should-Retry"] = "false"  # a turn already, asked twice by us
         self.put(to_json(openai_error(self.status_code, message, code)))
 
 
@@ -1421,9 +1422,12 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         raise HTTPException(400, str(error)) from error
     authorise(request, user)
     metadata = body.metadata or {}
-    session = one_of(request, metadata.get("session_id"), "X-Session-Id")
+    named = "X-Session-Id", "X-OpenWebUI-Chat-Id"
+    session = one_of(request, metadata.get("session_id"), *named)
     said = [text_of(m) for m in body.messages if m["role"] == "user" and text_of(m)]
-    off = request.headers.get("X-Memory", "").strip().lower() == "off"
+    # Not "off" alone: Open WebUI can put the name of its task there.
+    off = request.headers.get("X-Memory", "").strip().lower() not in ("", "on")
+    off = off or session.startswith(("temporary:", "local:"))  # its unsaved chats
     ask = Ask(said[-1] if said else "", history=body.messages, tools=body.tools or None)
     if user and said and not off and body.store is not False:
         ask.user, ask.session = user, session_uuid(user, session or "", said[0])

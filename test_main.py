@@ -234,7 +234,7 @@ def improvise(request):
         return says("The result ", "is ", last["content"], ".")
     if request.get("tool_choice") == "none":
         return says("That is all I have.")
-    notes, _, message = last["content"].partition("[/MEMORY HINTS]")
+    notes, _, message = last["content"].rpartition("[/MEMORY HINTS]")
     message = message.strip()
     offered = {tool["function"]["name"] for tool in request.get("tools", [])}
     sum_ = re.search(r"\d[\d\s.]*[-+*/^][-+*/^\d\s.()]*\d", message)
@@ -5962,6 +5962,26 @@ def test_no_ping_follows_done(start, model, monkeypatch):
             assert list(events)[-1]["type"] == "done"
         for _ in range(20):
             assert chat.ask("Hi!")[-1]["type"] == "done"
+
+
+# --- The OpenAI-compatible face ---
+
+
+def test_an_apps_own_prompts_and_unsaved_chats_stay_out_of_memory(start, model):
+    body = {"messages": [{"role": "user", "content": "I like tea"}]}
+    out = ({"X-Memory": "title_generation"}, {"X-Memory": "OFF"}, {"X-Session-Id": "temporary:x"})  # fmt: skip
+    kept = ({}, {"X-Memory": ""}, {"X-Memory": "on"}, {"X-OpenWebUI-Chat-Id": C})
+    with start() as chat:
+        url = f"{chat.url}/v1/chat/completions"
+        for n, more in enumerate((*out, *kept)):
+            headers = {"X-OpenWebUI-User-Id": f"user-{n}"} | more
+            assert httpx.post(url, json=body, headers=headers).status_code == 200
+            said = httpx.get(f"{chat.url}/users/user-{n}/sessions").json()["sessions"]
+            assert len(said) == (n >= len(out)), more
+        assert said[0]["session_id"] == C
+        model.replies.append((400, {"error": {"message": "no"}}))
+        refused = httpx.post(url, json=body)
+        assert refused.headers["x-should-retry"] == "false"
 
 
 if __name__ == "__main__":
