@@ -2024,8 +2024,9 @@ class Memory:
                 log.warning("bad answer while learning: %s", type(error).__name__)
                 bad.update(map(place, batch))
                 continue
-            except Exception:  # whatever kept the endpoint from answering
-                log.warning("no answer while learning", exc_info=True)
+            except Exception as error:  # whatever kept the endpoint from answering
+                new = "learning" not in self.failing  # each waiting user tries again
+                log.warning("no answer while learning: %r", error, exc_info=new)
                 self.note("learning", failed=True)
                 user.woken.clear()
                 await wait(user.woken, pause)
