@@ -128,12 +128,12 @@ class ChatRequest(BaseModel, extra="forbid"):
 
 
 def clean(body: Any) -> Any:
-    """Refuse in a JSON body what cannot be sent on: NaN; lone surrogates become "?"."""
+    """Refuse in a JSON body what cannot be sent on: NaN, lone surrogates, thousands of levels."""
     try:
-        text = json.dumps(body, ensure_ascii=False, allow_nan=False)
-        return json.loads(printable(text))
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    return body
 
 
 class CompletionRequest(BaseModel, extra="allow"):
@@ -237,6 +237,8 @@ class Events(StreamingResponse):
                 await head()
             await self.ready.wait()
             if not self.early:
+                if not self.lines:  # the turn was ended, by a stop
+                    self.fail(UNAVAILABLE, "The service stops.")
                 await head()
             while self.lines or not self.turn.done():
                 await self.ready.wait()
@@ -289,6 +291,7 @@ class Completion(Events):
         self.hold = HOLD if stream and not ask.tools else 0.0
         self.held = self.gap = ""
         self.open = self.said = False
+        self.later: asyncio.TimerHandle | None = None  # that ends the hold
         self.calls: list[dict[str, Any]] = []
         self.about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
 
@@ -298,8 +301,11 @@ class Completion(Events):
             if self.open or not self.hold:
                 self.release()
             elif self.held == fields["text"]:
-                asyncio.get_running_loop().call_later(self.hold, self.release)
+                loop = asyncio.get_running_loop()
+                self.later = loop.call_later(self.hold, self.release)
         elif type == "thought":
+            if self.later:
+                self.later.cancel()  # it would end the next round's hold
             self.held, self.gap, self.open = "", "\n\n" if self.open else "", False
         elif type == "call":  # of a client's own tool
             function = {"name": fields["name"], "arguments": fields["arguments"]}
@@ -352,6 +358,7 @@ class Completion(Events):
             self.put("data: [DONE]\n\n")
 
     def fail(self, code: str, message: str) -> None:
+        self.held = ""  # else it might follow the error
         if self.stream and self.status_code == 200:
             self.put(f"data: {to_json(openai_error(500, message, code))}\n\n")
             return
@@ -406,8 +413,8 @@ class Loop:
         if turn:
             self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
         if ask.tools:
-            called = [as_dict(tool.get("function")).get("name") for tool in ask.tools]
-            self.functions = dict.fromkeys(called)
+            called = (as_dict(tool.get("function")).get("name") for tool in ask.tools)
+            self.functions = dict.fromkeys(map(str, called))
         self.schemas: list[dict[str, Any]] = []
         self.messages: list[Message] = []
         self.response, self.finish_reason, self.rounds = "", "stop", 0
@@ -451,7 +458,7 @@ class Loop:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.ask.text, self.ask.history
         own = self.functions.values()
-        self.schemas = self.ask.tools or [tools.schema(function) for function in own]
+        self.schemas = [] if self.ask.tools else [tools.schema(f) for f in own]
         self.tools = calls_made(history or [])
         hints = Hints([], [], ["memory"] if turn else [])
         try:
@@ -519,19 +526,24 @@ class Loop:
 
     async def round(self, choice: Any = None) -> bool:
         """Ask once, with a `tool_choice`, and run what is called; tell whether anything was."""
-        request = {"messages": self.messages, "tools": self.schemas, **self.ask.options}
+        request = {"messages": self.messages}
+        if not self.ask.tools:  # those are among the options
+            request["tools"] = self.schemas
         if choice:
             request["tool_choice"] = choice
         reply, self.response = Reply(self, choice), ""
         try:
-            async with aclosing(self.service.stream(request)) as chunks:
+            async with aclosing(
+                self.service.stream(request, self.ask.options)
+            ) as chunks:
                 async for chunk in chunks:
                     reply.take(chunk)
             reply.end()
             if not reply.calls or not reply.may_call:
                 return False
             if self.ask.tools:
-                self.finish_reason = "tool_calls"
+                if self.finish_reason == "stop":
+                    self.finish_reason = "tool_calls"
                 return False
             if reply.text:
                 self.emit("thought", text=reply.text)
@@ -599,7 +611,7 @@ def text_of(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
         texts = (part.get("text") for part in content if part.get("type") == "text")
-        return "\n".join(str(text) for text in texts)
+        return "\n".join(str(text or "") for text in texts)
     return content or ""
 
 
@@ -639,9 +651,9 @@ def calls_made(history: list[Message]) -> list[dict[str, Any]]:
             arguments = parse_arguments(str(function.get("arguments") or "")) or {}
             row = {"name": str(function.get("name")), "arguments": arguments}
             made[str(as_dict(call).get("id"))] = row | {"ok": False, "content": ""}
-        if said["role"] == "tool" and said.get("tool_call_id") in made:
-            done = {"ok": True, "content": text_of(said)[: tools.MAX_RESULT_CHARS]}
-            made[said["tool_call_id"]] |= done
+        row = made.get(str(said.get("tool_call_id")))
+        if said["role"] == "tool" and row:
+            row |= {"ok": True, "content": text_of(said)[: tools.MAX_RESULT_CHARS]}
     return [*made.values()]
 
 
@@ -958,10 +970,15 @@ class Service:
             self.memory.context_tokens = self.context_tokens
         return self.model
 
-    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, request: dict[str, Any], given: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a streamed completion, and DONE; Failure says why there are none.
 
         Read raw: the client's own chunk models cost four to nine times as much.
+
+        Args:
+            given: More of the request, a client's own; sent as it is.
         """
         create = self.client.chat.completions.with_streaming_response.create
         request |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -973,7 +990,7 @@ class Service:
             try:
                 async with asyncio.timeout(UPSTREAM_TIMEOUT):
                     request["model"] = await self.discover()
-                    response = await self.adapt(request, send)
+                    response = await self.adapt(request, send, given)
                 pieces, reader = response.iter_bytes(), EventReader()
                 while not reader.done and (piece := await anext(pieces, None)):
                     for chunk in reader.feed(piece):
@@ -1008,15 +1025,21 @@ class Service:
             raise ValueError("the endpoint refuses the request") from error
         return (reply.choices and reply.choices[0].message.content) or ""
 
-    async def adapt(self, request: dict[str, Any], send: Callable[..., Any]) -> Any:
+    async def adapt(
+        self,
+        request: dict[str, Any],
+        send: Callable[..., Any],
+        given: dict[str, Any] | None = None,
+    ) -> Any:
         """Send a request; where the endpoint's error names a part that it refuses, without that.
 
         What works without a part is asked without it for ten minutes, of everybody. A
-        refusal that names none of the parts is the request's own fault, and teaches nothing.
+        refusal that names none of the parts is the request's own fault, and teaches
+        nothing; nor does one that what a client has given may be the reason of.
         """
         for part in filter(self.refuses, PARTS):
             request = without(request, part) or request
-        body = {**request, **CHAT_EXTRA_BODY}
+        body = {**request, **(given or {}), **CHAT_EXTRA_BODY}
         try:
             # The client walks its own arguments, 2-4 ms a request, but no extra_body.
             return await send(model="", messages=(), extra_body=body)
@@ -1025,8 +1048,9 @@ class Service:
             part, less = next((pair for pair in smaller if pair[1]), ("", None))
             if not less:
                 raise
-        reply = await self.adapt(less, send)
-        self.refuse(part)
+        reply = await self.adapt(less, send, given)
+        if not given:
+            self.refuse(part)
         return reply
 
     def refuses(self, part: str) -> bool:
@@ -1226,6 +1250,8 @@ def timed_out(error: BaseException | None) -> bool:
 def upstream_failure(error: Exception) -> Failure:
     """Return what a client is told about an endpoint's failure, of whatever layer."""
     status = getattr(error, "status_code", None)
+    if isinstance(error, RecursionError):
+        return Failure("upstream_rejected", "The request is nested too deeply.")
     if timed_out(error) or status == 408:
         return Failure("upstream_timeout", "The model's endpoint took too long.")
     if status in (400, 413, 422) and too_long(error):
@@ -1381,7 +1407,8 @@ def authorise(request: Request, user_id: str) -> None:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
     own = hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
     token = request.scope["token"]
-    if API_KEY and not (is_key(token) or hmac.compare_digest(token, own.encode())):
+    owns = user_id and hmac.compare_digest(token, own.encode())
+    if API_KEY and not (is_key(token) or owns):
         raise HTTPException(403, "This token is not this user's.")
 
 
@@ -1424,16 +1451,18 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     metadata = body.metadata or {}
     named = "X-Session-Id", "X-OpenWebUI-Chat-Id"
     session = one_of(request, metadata.get("session_id"), *named)
-    said = [text_of(m) for m in body.messages if m["role"] == "user" and text_of(m)]
+    said = [text_of(m) for m in body.messages if m["role"] == "user"] or [""]
     # Not "off" alone: Open WebUI can put the name of its task there.
     off = request.headers.get("X-Memory", "").strip().lower() not in ("", "on")
     off = off or session.startswith(("temporary:", "local:"))  # its unsaved chats
-    ask = Ask(said[-1] if said else "", history=body.messages, tools=body.tools or None)
-    if user and said and not off and body.store is not False:
-        ask.user, ask.session = user, session_uuid(user, session or "", said[0])
+    ask = Ask(said[-1], history=body.messages, tools=body.tools or None)
+    if user and said[-1] and not off and body.store is not False:
+        first = next(filter(None, said))
+        ask.user, ask.session = user, session_uuid(user, session, first)
     ask.options = dict(body.model_extra or {})
-    if body.tools and body.tool_choice is not None:
-        ask.options["tool_choice"] = body.tool_choice
+    if body.tools:
+        given = {"tools": body.tools, "tool_choice": body.tool_choice}
+        ask.options |= {n: value for n, value in given.items() if value is not None}
     usage = as_dict(body.stream_options).get("include_usage") is True
     service = request.app.state.service
     answer = Completion(service, ask, bool(body.stream), usage)

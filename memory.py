@@ -1945,14 +1945,18 @@ class Memory:
             async with asyncio.timeout(RERANK_TIMEOUT):
                 texts = [fact["text"] for _, fact in found]
                 best = await self.rerank(query[:2000], texts, k)
-            # Each once, whatever the server sends.
-            scores = {int(n): float(score) for n, score in best if 0 <= n < len(found)}
+            scores = {n: float(score) for n, score in best}
             order = sorted(scores, key=scores.__getitem__, reverse=True)
+            # Each once, none missing or made up, whatever the server sends.
+            whole = len(best) == len(order) >= min(k, len(found))
+            known = set(order) <= set(range(len(found)))
+            if not (whole and known and all(map(math.isfinite, scores.values()))):
+                raise ValueError("not the best of what was sent")
         except Exception:  # whatever it did: the order stands
             log.warning("reranking failed", exc_info=True)
             order = []
         self.note("rerank", failed=not order)
-        return [(scores[n], found[n][1]) for n in order]
+        return [(scores[n], found[int(n)][1]) for n in order]
 
     def mend(self, user: User) -> None:
         """Embed in the background what has no vector: after a time-out or under a new model."""
