@@ -8,6 +8,8 @@ written; then it is learned from, in the background. A session's turns run one a
 """
 
 import asyncio
+import base64
+import functools
 import gc
 import hashlib
 import hmac
@@ -29,6 +31,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import UUID
 
+import numpy as np
 import openai
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -213,7 +216,7 @@ class Events(StreamingResponse):
             line = line.translate(LINE_ENDS)
         self.lines.append(line.encode("utf-8", "replace"))
         self.unread += len(self.lines[-1])
-        if self.unread > MAX_UNREAD:
+        if self.unread > MAX_UNREAD and len(self.lines) > 1:
             self.give_up()
         self.latest = self.now()
         self.ready.set()
@@ -457,7 +460,7 @@ class Loop:
     async def recall(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.ask.text, self.ask.history
-        own = self.functions.values()
+        own = [getattr(f, "__func__", f) for f in self.functions.values()]
         self.schemas = [] if self.ask.tools else [tools.schema(f) for f in own]
         self.tools = calls_made(history or [])
         hints = Hints([], [], ["memory"] if turn else [])
@@ -477,7 +480,7 @@ class Loop:
                     async with asyncio.timeout(3):
                         await self.service.discover()
             limit = (self.service.context_tokens or 8192) * 3 // 4
-            limit -= memory.count_tokens(json.dumps(self.schemas))
+            limit -= schema_tokens(*own)
             known = SYSTEM, turn.summary, turn.turns, hints
             try:
                 self.messages, hints = fit_context(*known, text, limit)
@@ -604,6 +607,11 @@ class Loop:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", **shown, ms=ms)
         return ok, text
+
+
+@functools.lru_cache(maxsize=64)
+def schema_tokens(*functions: Callable[..., Any]) -> int:
+    return memory.count_tokens(json.dumps([tools.schema(f) for f in functions]))
 
 
 def text_of(message: Message) -> str:
@@ -1020,10 +1028,15 @@ class Service:
             "response_format": {"type": "json_schema", "json_schema": schema},
         }
         try:
-            reply = await self.adapt(request, self.client.chat.completions.create)
+            reply = as_dict(await self.adapt(request, self.post_chat))
         except REFUSALS as error:
             raise ValueError("the endpoint refuses the request") from error
-        return (reply.choices and reply.choices[0].message.content) or ""
+        choices = reply.get("choices") or [{}]
+        return as_dict(choices[0].get("message")).get("content") or ""
+
+    async def post_chat(self, extra_body: dict[str, Any], **_: Any) -> Any:
+        path = "/chat/completions"
+        return await self.client.post(path, cast_to=object, body=extra_body)
 
     async def adapt(
         self,
@@ -1061,14 +1074,18 @@ class Service:
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
         self.refused[part] = time.monotonic() + 600
 
-    async def embed(self, texts: list[str]) -> list[list[float]]:
+    async def embed(self, texts: list[str]) -> list[np.ndarray]:
         """Return a vector for each text, by one request; raises whatever went wrong."""
         if not self.embedding_model:
             self.embedding_model = (await self.embedder.models.list()).data[0].id
             self.memory.use_model(self.embedding_model)
-        create = self.embedder.embeddings.create  # asks for base64, takes lists too
-        rows = (await create(model=self.embedding_model, input=texts)).data
-        return [row.embedding for row in sorted(rows, key=lambda row: row.index)]
+        body = {"model": self.embedding_model, "input": texts}
+        # Not by embeddings.create: that makes a list of what is an array already.
+        found = await self.embedder.post(
+            "/embeddings", cast_to=object, body=body | {"encoding_format": "base64"}
+        )
+        rows = sorted(found["data"], key=lambda row: row["index"])
+        return [array_of(row["embedding"]) for row in rows]
 
     async def rerank(self, query: str, texts: list[str], k: int) -> list[Any]:
         """Return index and relevance of the k texts that answer a query best, best first.
@@ -1170,6 +1187,13 @@ class Service:
         done = {"response": loop.response, "turn": turn.number if turn else 0}
         done |= {"rounds": loop.rounds, "finish_reason": loop.finish_reason}
         events.emit("done", **done, usage=loop.usage or None)
+
+
+def array_of(embedding: str | list[float]) -> np.ndarray:
+    """Return a vector; servers that know no base64 send numbers."""
+    if isinstance(embedding, str):
+        return np.frombuffer(base64.b64decode(embedding), "<f4")
+    return np.array(embedding, "float32")
 
 
 def connect(key: str, url: str) -> AsyncOpenAI:

@@ -1308,11 +1308,12 @@ def one_line(text: Any) -> str:
         return ""
     text = unicodedata.normalize("NFC", text)
     # ZWNJ and ZWJ spell Persian and Hindi and join emoji; other such hide or reorder text.
-    kept = (
-        c if unicodedata.category(c)[0] != "C" or c in "\u200c\u200d" else " "
-        for c in text
-    )
-    text = "".join(kept)
+    if not text.isprintable():
+        kept = (
+            c if unicodedata.category(c)[0] != "C" or c in "\u200c\u200d" else " "
+            for c in text
+        )
+        text = "".join(kept)
     while text != (text := MARKS.sub("", text)):
         pass  # what is left may form a mark again
     return " ".join(text.split())
@@ -1673,12 +1674,11 @@ def fit_context(
     costs = [count_tokens(turn["query"] + turn["response"]) + 8 for turn in turns]
     hints = replace(hints, facts=[*hints.facts], said=[*hints.said])
     day = datetime.now(UTC)
-
-    def excess() -> int:
-        parts = [system, summary, hints.block(day), text]
-        return sum(costs) + sum(map(count_tokens, parts)) + 16 - limit
-
-    while excess() > 0:
+    while True:
+        block = hints.block(day)
+        size = sum(map(count_tokens, (system, summary, block, text)))
+        if size + sum(costs) + 16 <= limit:
+            break
         if len(costs) > 2:
             del costs[: min(HISTORY_TURNS, len(costs) - 2)]
         elif hints.facts:
@@ -1697,7 +1697,7 @@ def fit_context(
     for turn in turns[len(turns) - len(costs) :]:
         prompt.append(message("user", turn["query"]))
         prompt.append(message("assistant", turn["response"] or "(interrupted)"))
-    return [*prompt, message("user", f"{hints.block(day)}\n\n{text}")], hints
+    return [*prompt, message("user", f"{block}\n\n{text}")], hints
 
 
 def parse_answer(text: str, key: str, kind: type) -> Any:
@@ -2315,9 +2315,7 @@ class Turn:
             said = set(history)
             self.waiting = [t for t in self.unlearned if t["query"] not in said]
         self.said.append(message)
-        newest = (
-            one_line(redact(t["query"][:1000]))[:200] for t in reversed(self.waiting)
-        )
+        newest = (quoted(turn["query"][:1000]) for turn in reversed(self.waiting))
         said = fitting(newest, HINT_TOKENS // 3)
         room = HINT_TOKENS - sum(map(line_tokens, said))
         at, facts = datetime.now(UTC), list(self.state.facts.values())
@@ -2445,6 +2443,13 @@ def support(text: str, spoken: set[str]) -> tuple[float, str]:
     return score, ""
 
 
+@functools.lru_cache(maxsize=4096)
+def quoted(text: str) -> str:
+    """Return what a user said as a line of the hints."""
+    return one_line(redact(text))[:200]
+
+
+@functools.lru_cache(maxsize=4096)
 def line_tokens(text: str) -> int:
     return count_tokens(text) + 2
 

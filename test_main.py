@@ -40,12 +40,14 @@ os.environ.setdefault("DATA_DIR", "demo-data" if demo else tempfile.mkdtemp())
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from openai import AsyncOpenAI, OpenAI
 from tinydb import TinyDB
 
 import tools
@@ -77,6 +79,8 @@ class StandIn:
         self.hold_learning.set()
         self.hold_summaries = threading.Event()
         self.hold_summaries.set()
+        self.ranked: list[dict] = []
+        self.ranking = by_number  # what a reranking is answered with; or (status, body)
         self.embeddings_down = False
         self.vector = bag_of_words
         self.pause = 0.0  # seconds between tokens
@@ -100,6 +104,12 @@ class StandIn:
             await self.json(send, {"object": "list", "data": [model]})
         elif path.endswith("/embeddings"):
             await self.embed(request, send)
+        elif path.endswith("/v1/rerank"):
+            self.ranked.append(request)
+            while (said := self.ranking(request)) is WAIT and not self.gate.is_set():
+                await asyncio.sleep(0.005)
+            status, value = said if isinstance(said, tuple) else (200, said)
+            await self.json(send, {} if value is WAIT else value, status)
         elif path.endswith("/chat/completions"):
             answer = self.stream if request.get("stream") else self.complete
             if request.get("stream"):
@@ -225,6 +235,14 @@ def bag_of_words(text):
         seed = int(hashlib.md5(word.encode()).hexdigest()[:8], 16)
         vector += np.random.default_rng(seed).standard_normal(256).astype("<f4")
     return vector if vector.any() else vector + 1
+
+
+def by_number(request):
+    """Rank what has the greater number in it better."""
+    scores = [int((re.findall(r"\d+", t) or [0])[-1]) for t in request["documents"]]
+    order = sorted(range(len(scores)), key=lambda n: -scores[n])[: request["top_n"]]
+    results = [{"index": n, "relevance_score": scores[n] / 5000} for n in order]
+    return {"id": "x", "results": results}
 
 
 def improvise(request):
@@ -5456,7 +5474,7 @@ def test_nothing_that_the_schema_allows_or_forbids_is_a_server_error(shared, mod
         shared.ask("I like tea", A, "fuzz")
         with suppress(Unsatisfiable):  # nothing can be wrong with GET /health
             seen |= fuzz(found.ok(), mode)
-    assert seen > {("/chat", 422)}
+    assert seen > {("/chat", 422), ("/v1/chat/completions", 400)}
 
 
 def fuzz(operation, mode):
@@ -5473,6 +5491,8 @@ def fuzz(operation, mode):
         for reply in replies:
             seen.add((operation.path, reply.status_code))
             assert reply.status_code < 500, reply.text
+            if operation.path.startswith("/v1/") and reply.status_code >= 400:
+                assert reply.json()["error"]["message"]
             if operation.path == "/chat" and reply.status_code == 200:
                 last = json.loads(reply.text.strip("\n").split("\n")[-1])
                 assert last.get("code", "none") in ("none", "context_too_long")
@@ -5982,6 +6002,1107 @@ def test_an_apps_own_prompts_and_unsaved_chats_stay_out_of_memory(start, model):
         model.replies.append((400, {"error": {"message": "no"}}))
         refused = httpx.post(url, json=body)
         assert refused.headers["x-should-retry"] == "false"
+
+
+WAYS = ["sync", "sync stream", "async", "async stream"]
+
+
+def by(role, content=None, **more):
+    return {"role": role, "content": content, **more}
+
+
+class Answer:
+    """What a client of OpenAI's was told, in chunks or at once."""
+
+    def __init__(self, reply):
+        self.parts = reply if isinstance(reply, list) else [reply]
+        self.choices = [part.choices[0] for part in self.parts if part.choices]
+        said = [getattr(one, "delta", None) or one.message for one in self.choices]
+        self.text = "".join(one.content or "" for one in said)
+        called = flat(one.tool_calls or [] for one in said)
+        self.calls = [(c.id, c.function.name, c.function.arguments) for c in called]
+        self.finish_reason = self.choices[-1].finish_reason
+        self.usage = self.parts[-1].usage
+
+
+def client_of(chat, kind=OpenAI, key="x"):
+    return kind(base_url=f"{chat.url}/v1", api_key=key, max_retries=0)
+
+
+def to_create(messages, way="sync", headers=None, **more):
+    """Return the arguments of chat.completions.create()."""
+    messages = [by("user", messages)] if isinstance(messages, str) else messages
+    request = {"model": "gpt", "messages": messages, "extra_headers": headers, **more}
+    return request | ({"stream": True} if "stream" in way else {})
+
+
+def complete(chat, messages, way="sync", key="x", **more):
+    """Ask with the official client, in one of four ways."""
+    request = to_create(messages, way, **more)
+
+    async def ask():
+        async with client_of(chat, AsyncOpenAI, key) as client:
+            reply = await client.chat.completions.create(**request)
+            return [part async for part in reply] if "stream" in way else reply
+
+    if "async" in way:
+        return Answer(asyncio.run(ask()))
+    with client_of(chat, key=key) as client:
+        reply = client.chat.completions.create(**request)
+        return Answer(list(reply) if "stream" in way else reply)
+
+
+def refusal_of(chat, *request, **more):
+    """Return the error that the official client raises, in OpenAI's shape."""
+    with pytest.raises(openai.APIError) as raised:
+        complete(chat, *request, **more)
+    assert raised.value.body.keys() == {"message", "type", "param", "code"}
+    return raised.value
+
+
+def sessions(chat, user="ann"):
+    rows = chat.http.get(f"/users/{user}/sessions").json()["sessions"]
+    return {row["session_id"]: row["turns"] for row in rows}
+
+
+def only_turns(chat, user="ann"):
+    """Return the turns of a user's only session."""
+    [session] = sessions(chat, user)
+    return chat.http.get(f"/users/{user}/sessions/{session}").json()["turns"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_openais_own_client_is_answered_and_the_turn_is_kept(chat, model, way):
+    model.replies.append(says("Hello ", "Ann", "."))
+
+    got = complete(chat, "I like tea.", way, user="ann")
+
+    assert (got.text, got.finish_reason, got.calls) == ("Hello Ann.", "stop", [])
+    assert {part.model for part in got.parts} == {"stand-in"}
+    assert len({(part.id, part.created) for part in got.parts}) == 1
+    [turn] = only_turns(chat)
+    assert (turn["query"], turn["response"]) == ("I like tea.", "Hello Ann.")
+    assert (turn["status"], turn["turn"]) == ("complete", 1)
+    chat.learned()
+    assert chat.facts() == ["User likes tea."]
+
+
+def test_the_first_words_reach_openais_client_before_the_model_goes_on(chat, model):
+    model.replies.append([*says("One ")[:2], WAIT, *says("two.")])
+
+    request = to_create("Count!", "stream")
+    with client_of(chat).chat.completions.create(**request) as parts:
+        first = next(parts).choices[0].delta
+        assert (first.role, first.content) == ("assistant", "One ")
+        assert not model.gate.is_set()
+        model.gate.set()
+        assert Answer(list(parts)).text == "two."
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_the_servers_own_tools_nothing_shows_but_the_answer(start, model, way):
+    sum_ = ("calculate", {"expression": "2+3"})
+    model.replies += [calls(sum_, text="Let me see. "), says("It is ", "5.")]
+
+    with start(HOLD=60.0) as chat:
+        got = complete(chat, "What is 2+3?", way, user="ann", stream_options=None)
+
+        assert (got.text, got.finish_reason, got.calls) == ("It is 5.", "stop", [])
+        shown = "".join(part.model_dump_json() for part in got.parts)
+        assert "calculate" not in shown and "see" not in shown
+        [turn] = only_turns(chat)
+        assert (turn["response"], turn["tools"][0]["content"]) == ("It is 5.", "5")
+    assert model.requests[1]["messages"][-1]["content"] == "5"
+
+
+def test_thinking_aloud_that_was_shown_already_stands_apart_from_the_answer(
+    start, model
+):
+    sum_ = ("calculate", {"expression": "2+3"})
+    model.replies += [calls(sum_, text="Let me see."), says("It is ", "5.")]
+
+    with start(HOLD=0.0) as chat:
+        got = complete(chat, "What is 2+3?", "sync stream", user="ann")
+
+        assert got.text == "Let me see.\n\nIt is 5."
+        assert only_turns(chat)[0]["response"] == "It is 5."
+
+
+def test_the_time_for_which_words_are_held_is_their_rounds_own():
+    import main
+
+    async def rounds():
+        loop, timers = asyncio.get_running_loop(), []
+        later = loop.call_later
+        loop.call_later = lambda _, end: timers.append(later(60, end)) or timers[-1]
+        got = main.Completion(None, main.Ask("Hi!"), True, False)
+        got.emit("token", text="Let me see.")
+        got.emit("thought", text="Let me see.")
+        got.emit("token", text="And ")
+        got.emit("token", text="now?")
+        return [timer.cancelled() for timer in timers]
+
+    assert asyncio.run(rounds()) == [True, False]
+
+
+# A client's own tools
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
+TIDE = {"type": "function", "function": {"name": "tide", "parameters": {}}}
+WHOLE = {"index": 0, "id": "w", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}  # fmt: skip
+CALLED = {
+    "in pieces": (calls(("weather", '{"city":  "Rome"}')), [("weather", '{"city":  "Rome"}')]),
+    "whole": ([chunk({"tool_calls": [WHOLE]}), chunk(finish_reason="stop"), END], [("weather", '{"city":"Rome"}')]),
+    "two at once": (calls(("weather", '{"city": "Rome"}'), ("tide", "{}")), [("weather", '{"city": "Rome"}'), ("tide", "{}")]),
+    "the same twice": (calls(("tide", "{}"), ("tide", "{}")), [("tide", "{}")] * 2),
+    "broken": (calls(("weather", '{"city": "Ro')), [("weather", '{"city": "Ro')]),
+    "no JSON": (calls(("weather", "Rome, please")), [("weather", "Rome, please")]),
+    "without arguments": (calls(("tide", "")), [("tide", "{}")]),
+    "as text": (says('{"name": "weather", ', '"arguments": {"city": "Rome"}}'), [("weather", '{"city": "Rome"}')]),
+    "unknown": (calls(("sunset", "{}")), [("sunset", "{}")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["sync", "async stream"])
+@pytest.mark.parametrize("reply, wanted", CALLED.values(), ids=CALLED)
+def test_calls_of_a_clients_tools_come_back_as_they_are(
+    chat, model, reply, wanted, way
+):
+    model.replies.append(reply)
+
+    got = complete(chat, "Weather?", way, user="ann", tools=[WEATHER, TIDE])
+
+    assert [call[1:] for call in got.calls] == wanted
+    ids = [call[0] for call in got.calls]
+    assert all(ids) and len({*ids}) == len(ids)
+    assert (got.text, got.finish_reason) == ("", "tool_calls")
+    assert model.requests[0]["tools"] == [WEATHER, TIDE] and len(model.requests) == 1
+    assert sessions(chat) == {} and not model.learnings  # it comes back with results
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_that_comes_back_with_its_results_gets_one_turn(chat, model, way):
+    city = ("weather", '{"city": "Rome"}')
+    model.replies += [calls(city, text="I'll look."), calls(("tide", "{"))]
+    model.replies.append(says("Dry."))
+    talk, more = [by("user", "I like tea.")], {"user": "ann", "tools": [WEATHER, TIDE]}
+    for result in ("sunny", [{"type": "text", "text": "low"}]):
+        got = complete(chat, talk, way, **more)
+        [(id, name, arguments)] = got.calls
+        function = {"name": name, "arguments": arguments}
+        call = {"id": id, "type": "function", "function": function}
+        talk.append(by("assistant", got.text or None, tool_calls=[call]))
+        talk.append(by("tool", result, tool_call_id=id))
+        assert sessions(chat) == {}
+
+    assert complete(chat, talk, way, **more).text == "Dry."
+
+    [turn] = only_turns(chat)
+    assert (turn["query"], turn["response"]) == ("I like tea.", "Dry.")
+    assert turn["tools"] == [
+        {"name": "weather", "arguments": {"city": "Rome"}, "ok": True, "content": "sunny"},
+        {"name": "tide", "arguments": {}, "ok": True, "content": "low"},
+    ]  # fmt: skip
+    sent = model.requests[2]["messages"]
+    assert [m["role"] for m in sent] == ["system", *(m["role"] for m in talk)]
+    assert sent[2]["tool_calls"] == talk[1]["tool_calls"]
+    assert (sent[2]["content"], sent[5]["content"]) == ("I'll look.", "low")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."]
+
+
+def test_calls_of_turns_before_are_no_tools_of_this_turn(chat, model):
+    call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}  # fmt: skip
+    talk = [by("user", "Tide?"), by("assistant", tool_calls=[call])]
+    talk += [by("tool", "low", tool_call_id="1"), by("assistant", "Low.")]
+    complete(chat, [*talk, by("user", "Thanks.")], user="ann", tools=[TIDE])
+    assert only_turns(chat)[0]["tools"] == []
+
+
+def test_a_call_cut_by_the_length_limit_says_length(chat, model):
+    cut = [*calls(("weather", '{"city": "Ro'))[:-2], chunk(finish_reason="length"), END]
+    model.replies.append(cut)
+
+    got = complete(chat, "Weather?", tools=[WEATHER])
+
+    assert got.finish_reason == "length" and got.calls[0][2] == '{"city": "Ro'
+
+
+def test_openais_stream_helper_puts_calls_and_text_together(chat, model):
+    model.replies += [calls(("weather", '{"city": "Rome"}'), text="I'll look.")]
+
+    request = {"model": "gpt", "messages": [by("user", "Weather?")], "tools": [WEATHER]}
+    with client_of(chat).chat.completions.stream(**request) as events:
+        [choice] = events.get_final_completion().choices
+
+    assert choice.message.content == "I'll look."
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("choice", ["none", "required", {"type": "function", "function": {"name": "tide"}}], ids=str)  # fmt: skip
+def test_a_tool_choice_goes_to_the_model_with_the_clients_tools_alone(
+    chat, model, choice
+):
+    model.replies += [says("Hm."), says("Hm.")]
+    complete(chat, "Hi!", tools=[TIDE], tool_choice=choice, parallel_tool_calls=False)
+    complete(chat, "Hi!", tool_choice=choice)
+
+    assert model.requests[0]["tool_choice"] == choice
+    assert model.requests[0]["parallel_tool_calls"] is False
+    assert "tool_choice" not in model.requests[1]
+    names = {tool["function"]["name"] for tool in model.requests[1]["tools"]}
+    assert names == {"calculate", "current_time", "convert_units"}
+
+
+# What goes on to the model
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}  # fmt: skip
+PASSED = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 50, "stop": ["\n", "END"], "seed": 7,
+          "response_format": FORMAT, "presence_penalty": -1.5, "logit_bias": {"50256": -100}}  # fmt: skip
+ODD = {"top_k": 40, "min_p": None, "chat_template_kwargs": {"enable_thinking": False}, "größe": ["ü"],
+       "extra_body": 1, "timeout": 5, "self": "x", "query": "y", "schema": {}, "model_extra": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["sync", "sync stream"])
+def test_parameters_go_to_the_model_untouched_and_what_is_ours_does_not(
+    chat, model, way
+):
+    ours = {"user": "ann", "store": True, "n": 1, "metadata": {"session_id": A}}
+    complete(chat, "Hi!", way, **PASSED, **ours, extra_body=ODD)
+
+    sent = model.requests[0]
+    assert sent.items() >= (PASSED | ODD).items()
+    known = {"model", "messages", "tools", "stream", "stream_options"}
+    assert sent.keys() - PASSED.keys() - ODD.keys() == known
+    assert (sent["model"], sent["stream"]) == ("stand-in", True)
+
+
+@pytest.mark.parametrize("part", ["temperature", "response_format", "tools"])
+def test_a_clients_own_parameter_that_is_refused_is_its_error_and_nobody_elses(
+    chat, model, part
+):
+    given = {"temperature": 9, "response_format": FORMAT, "tools": [TIDE]}[part]
+    model.replies += [(400, {"error": {"message": f"{part}: out of range"}}), says("!")]
+
+    error = refusal_of(chat, "Hi!", **{part: given})
+    complete(chat, "Hi!", **{part: given})
+
+    assert (error.status_code, error.code) == (400, "upstream_rejected")
+    assert [request[part] for request in model.requests] == [given] * 2
+    assert not chat.service.refused
+
+
+def test_what_does_not_go_with_a_clients_parameter_is_left_out_for_it_alone(
+    chat, model
+):
+    clash = {"error": {"message": "response_format does not go with tools"}}
+    model.replies += [(400, clash), says("{}"), says("!")]
+
+    assert complete(chat, "Hi!", response_format=FORMAT).text == "{}"
+    assert complete(chat, "Hi!").text == "!"
+
+    assert ["tools" in request for request in model.requests] == [True, False, True]
+    assert model.requests[1]["response_format"] == FORMAT
+
+
+SYSTEMS = {
+    "none": [by("user", "Hi!")],
+    "one": [by("system", "Be brief."), by("user", "Hi!")],
+    "developer": [by("developer", "Be brief."), by("user", "Hi!")],
+    "parts": [by("system", [{"type": "text", "text": "Be brief."}]), by("user", "Hi!")],
+    "in the middle": [by("user", "A"), by("system", "Be brief."), by("assistant", "B"), by("user", "Hi!")],
+    "several": [by("system", "Be brief."), by("developer", "Be kind."), by("user", "Hi!"), by("system", "Be brief.")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", SYSTEMS.values(), ids=SYSTEMS)
+def test_there_is_one_system_message_ours_and_then_the_clients(chat, model, messages):
+    import main
+
+    complete(chat, messages)
+
+    system, *rest = model.requests[0]["messages"]
+    theirs = [m["content"] for m in messages if m["role"] in ("system", "developer")]
+    theirs = [t if isinstance(t, str) else t[0]["text"] for t in theirs]
+    assert system == by("system", "\n\n".join([main.SYSTEM, *theirs]))
+    assert rest == [m for m in messages if m["role"] in ("user", "assistant")]
+
+
+TEXTS = [{"type": "text", "text": "I like tea."}, {"type": "text", "text": "What's this?"}]  # fmt: skip
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def test_text_in_parts_is_text_and_other_parts_stay_behind_the_hints(chat, model):
+    model.replies += [says("Ok."), says("A cat.")]
+    complete(chat, [by("user", TEXTS)], user="ann")
+    complete(chat, [by("user", [*TEXTS, IMAGE])], user="bob")
+
+    first, second = (r["messages"][-1]["content"] for r in model.requests)
+    assert first.startswith("[MEMORY HINTS]")
+    assert first.endswith("[/MEMORY HINTS]\n\nI like tea.\nWhat's this?")
+    block, *parts = second
+    assert parts == [*TEXTS, IMAGE] and block["type"] == "text"
+    assert block["text"].rstrip().endswith("[/MEMORY HINTS]")
+    for user in ("ann", "bob"):
+        assert only_turns(chat, user)[0]["query"] == "I like tea.\nWhat's this?"
+
+
+def test_a_message_without_text_is_not_taken_for_the_one_before(chat, model):
+    model.replies += [says("Ok."), says("A cat.")]
+    talk = [by("user", "I like tea."), by("assistant", "Ok."), by("user", [IMAGE])]
+    complete(chat, talk[:1], user="ann")
+    assert complete(chat, talk, user="ann").text == "A cat."
+
+    assert model.requests[1]["messages"][1:] == talk
+    assert [turn["query"] for turn in only_turns(chat)] == ["I like tea."]
+
+
+def test_hints_stand_in_the_last_user_message_also_where_others_follow(chat, model):
+    chat.ask("I like tea.")
+    chat.learned()
+    call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}  # fmt: skip
+    talk = [by("user", "Hi!"), by("assistant", "Hello."), by("user", "Tide?")]
+    talk += [by("assistant", tool_calls=[call]), by("tool", "low", tool_call_id="1")]
+    complete(chat, talk, user="ann", tools=[TIDE])
+
+    sent = model.requests[-1]["messages"][1:]
+    where = ["[MEMORY HINTS]" in (m["content"] or "") for m in sent]
+    assert where == [False, False, True, False, False]
+    assert "User likes tea." in sent[2]["content"]
+    assert [*sent[:2], *sent[3:]] == [*talk[:2], *talk[3:]]
+
+
+# Users, sessions, memory
+
+NAMED = {
+    "body": ({"user": "Zoë 李"}, {}),
+    "X-User-Id": ({}, {"X-User-Id": "Zoë 李".encode()}),
+    "X-OpenWebUI-User-Id": ({}, {"X-OpenWebUI-User-Id": "Zoë 李".encode()}),
+    "all, in other forms": (
+        {"user": " Zoë 李"},
+        {"X-User-Id": unicodedata.normalize("NFD", "Zoë 李").encode(), "X-OpenWebUI-User-Id": "Zoë 李".encode()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body, headers", NAMED.values(), ids=NAMED)
+def test_a_user_is_named_in_the_body_or_a_header(chat, model, body, headers):
+    request = {"messages": [by("user", "Hi!")], **body}
+
+    reply = chat.http.post("/v1/chat/completions", json=request, headers=headers)
+
+    assert reply.status_code == 200
+    assert sum(sessions(chat, "Zoë 李").values()) == 1
+
+
+def test_openais_client_names_the_user_in_a_header(chat, model):
+    complete(chat, "I like tea.", headers={"X-User-Id": "ann"})
+    assert only_turns(chat)[0]["query"] == "I like tea."
+
+
+ODD_NAMES = {
+    "slash": ({"user": "ann/bob"}, {}),
+    "dots": ({"user": ".."}, {}),
+    "too long": ({"user": "a" * 129}, {}),
+    "control": ({}, {"X-User-Id": "a\x85nn".encode()}),
+    "surrogate": ({"user": "ann\ud800"}, {}),
+    "number": ({"user": 7}, {}),
+    "slash in a header": ({}, {"X-OpenWebUI-User-Id": "ann\\bob"}),
+    "body and header": ({"user": "ann"}, {"X-User-Id": "bob"}),
+    "two headers": ({}, {"X-User-Id": "ann", "X-OpenWebUI-User-Id": "bob"}),
+    "another case": ({"user": "ann"}, {"X-User-Id": "Ann"}),
+    "memory off": ({"user": "ann", "store": False}, {"X-User-Id": "bob"}),
+    "two sessions": ({"user": "ann", "metadata": {"session_id": A}}, {"X-Session-Id": B}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body, headers", ODD_NAMES.values(), ids=ODD_NAMES)
+def test_names_that_are_none_or_disagree_are_400(shared, picky, body, headers):
+    content = json.dumps({"messages": [by("user", "Hi!")], **body})
+    headers = {"content-type": "application/json", **headers}
+
+    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
+
+    assert (reply.status_code, picky.requests) == (400, [])
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("by_header", [True, False], ids=["header", "metadata"])
+def test_a_session_is_named_by_its_uuid_or_by_any_name(chat, model, by_header):
+    for name in (C, C.upper(), "my session", "my session", "another"):
+        metadata = {} if by_header else {"metadata": {"session_id": name}}
+        headers = {"X-Session-Id": name} if by_header else {}
+        complete(chat, "Hi!", user="ann", headers=headers, **metadata)
+    chat.ask("Hello.", session=C)
+
+    found = sessions(chat)
+    assert found.pop(C) == 3
+    assert sorted(found.values()) == [1, 2]
+    assert {uuid.UUID(name).version for name in found} == {5}
+
+
+def test_a_conversation_is_one_session_by_its_user_and_first_message(chat, model):
+    talk = []
+    for text in ("I like tea.", "And cake.", "Bye."):
+        talk.append(by("user", text))
+        system = by("system", f"It is {len(talk)} o'clock.")
+        talk.append(by("assistant", complete(chat, [system, *talk], user="ann").text))
+    first = [*sessions(chat)]
+    complete(chat, "I like cake.", user="ann")
+    complete(chat, "I like tea.", user="bob")
+
+    assert sorted(sessions(chat).values()) == [1, 3]
+    assert uuid.UUID(first[0]).version == 5
+    assert not set(sessions(chat, "bob")) & set(sessions(chat))
+    queries = [turn["query"] for turn in chat.turns(first[0])]
+    assert queries == ["I like tea.", "And cake.", "Bye."]
+    assert model.requests[2]["messages"][1:5] == talk[:4]
+
+
+WITHOUT = {
+    "no name": {},
+    "empty name": {"user": " ", "headers": {"X-User-Id": ""}},
+    "store false": {"user": "ann", "store": False},
+    "X-Memory: off": {"user": "ann", "headers": {"X-Memory": "Off"}},
+}
+
+
+@pytest.mark.parametrize("way", ["sync", "async stream"])
+@pytest.mark.parametrize("given_", WITHOUT.values(), ids=WITHOUT)
+def test_without_a_name_or_with_memory_off_there_is_no_trace(start, model, given_, way):
+    with start(HINT_TOKENS=0) as chat:
+        got = complete(chat, "I like tea. What is 1+1?", way, **given_)
+
+        assert got.text == "The result is 2."
+        assert files(chat.folder) == [".locks"]
+    assert model.requests[0]["messages"][1:] == [by("user", "I like tea. What is 1+1?")]
+    names = {tool["function"]["name"] for tool in model.requests[0]["tools"]}
+    assert names == {"calculate", "current_time", "convert_units"}
+    assert not model.embedded and not model.learnings
+
+
+def test_memory_off_does_not_read_what_is_known(chat, model):
+    chat.ask("I like tea.")
+    chat.learned()
+    before = files(chat.folder)
+    complete(chat, "Do I like tea?", user="ann", store=False)
+    complete(chat, "Do I like tea?", user="ann", headers={"X-Memory": "off"})
+
+    assert model.requests[1]["messages"][-1] == by("user", "Do I like tea?")
+    assert model.requests[1:] == [model.requests[1]] * 2
+    assert files(chat.folder) == before
+
+
+def test_what_was_said_a_second_ago_is_known_at_both_faces(chat, model):
+    model.hold_learning.clear()
+    chat.ask("I like tea.", session=A)
+    complete(chat, "I live in Rome.", user="ann")
+    chat.ask("Who am I?", session=B)
+
+    assert '- "I like tea."' in hints(model.requests[1])
+    for text in ("I like tea.", "I live in Rome."):
+        assert f'- "{text}"' in hints(model.requests[2])
+
+    model.hold_learning.set()
+    chat.learned()
+    complete(chat, "What do I like?", user="ann")
+    for text in ("User likes tea.", "User lives in Rome."):
+        assert f"- {text}" in hints(model.requests[3])
+
+
+def test_what_stands_in_the_clients_history_is_not_doubled_in_the_hints(chat, model):
+    model.hold_learning.clear()
+    talk = [by("user", TEXTS), by("assistant", "Ok.")]
+    complete(chat, talk[:1], user="ann", metadata={"session_id": A})
+    chat.ask("I live in Rome.", session=B)
+    talk.append(by("user", "And now?"))
+    for session in (A, C):
+        complete(chat, talk, user="ann", metadata={"session_id": session})
+        assert '- "I live in Rome."' in hints(model.requests[-1])
+        assert "tea" not in hints(model.requests[-1])
+
+    complete(chat, "Something else.", user="ann", metadata={"session_id": A})
+    assert "I like tea. What's this?" in hints(model.requests[-1])
+
+
+# Who may
+
+MAY = {
+    "the key": ("the key", {"user": "ann"}, None),
+    "the key, no user": ("the key", {}, None),
+    "one's own token": (token_of("Zoë"), {"user": "Zoe\u0308"}, None),
+    "one's own token, no memory": (token_of("ann"), {"user": "ann", "store": False}, None),
+    "another's token": (token_of("bob"), {"user": "ann"}, openai.PermissionDeniedError),
+    "another's token, no memory": (token_of("bob"), {"user": "ann", "store": False}, openai.PermissionDeniedError),
+    "a token, no user": (token_of("ann"), {}, openai.PermissionDeniedError),
+    "an empty name's token": (token_of(""), {}, openai.PermissionDeniedError),
+    "another key": ("a key", {"user": "ann"}, openai.AuthenticationError),
+}  # fmt: skip
+
+
+def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
+    with start(API_KEY="the key") as chat:
+        for key, request, refused in MAY.values():
+            if refused:
+                error = refusal_of(chat, "Hi!", key=key, **request)
+                assert type(error) is refused
+            else:
+                assert complete(chat, "Hi!", key=key, **request).text == "Noted: Hi! "
+        for path in ("/v1/chat/completions", "/v1/models", "/v1/nothing"):
+            reply = chat.http.post(path, json={"messages": 5})
+            assert reply.status_code == 401 and reply.json()["error"]["message"]
+            assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert len(model.requests) == sum(not refused for *_, refused in MAY.values())
+
+
+def test_the_models_route_names_the_model_for_who_has_the_key(start, model):
+    with start(API_KEY="the key") as chat:
+        [found] = client_of(chat, key="the key").models.list().data
+        assert (found.id, found.object) == ("stand-in", "model")
+        for key, status in (("x", 401), (token_of("ann"), 403)):
+            with pytest.raises(openai.APIStatusError) as raised:
+                client_of(chat, key=key).models.list()
+            assert raised.value.status_code == status and raised.value.body["message"]
+
+
+def test_without_an_endpoint_both_routes_say_what_to_set(start):
+    with start(**NOTHING_SET) as chat:
+        for reply in (
+            chat.http.get("/v1/models"),
+            chat.http.post("/v1/chat/completions", json={"messages": [by("user", "x")]}),
+        ):  # fmt: skip
+            assert reply.status_code == 503
+            assert "OPENAI_API_KEY" in reply.json()["error"]["message"]
+
+
+# What goes wrong
+
+
+def twice_refused(status, message="no", **more):
+    return [(status, {"error": {"message": message, **more}})] * 2  # tried two times
+
+
+UPSTREAM = {
+    "400": (twice_refused(400), 400, "upstream_rejected"),
+    "401": (twice_refused(401), 400, "upstream_rejected"),
+    "408": (twice_refused(408), 504, "upstream_timeout"),
+    "429": (twice_refused(429), 503, "upstream_unavailable"),
+    "500": (twice_refused(500), 503, "upstream_unavailable"),
+    "too long": (twice_refused(400, code="context_length_exceeded"), 400, "context_too_long"),
+    "breaks off": ([[CUT]], 503, "upstream_unavailable"),
+    "breaks off within": ([[*HELLO, CUT]], 503, "upstream_unavailable"),
+    "ends without an end": ([HELLO], 503, "upstream_unavailable"),
+    "error in the stream": ([[*HELLO, {"error": {"message": "x"}}]], 503, "upstream_unavailable"),
+    "silence": ([[WAIT, *says("No.")]], 504, "upstream_timeout"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["sync", "async stream"])
+@pytest.mark.parametrize("replies, status, code", UPSTREAM.values(), ids=UPSTREAM)
+def test_a_failing_endpoint_is_an_http_error_before_the_stream(
+    start, model, replies, status, code, way
+):
+    model.replies += replies
+    timeout = 0.3 if replies[0] and replies[0][0] is WAIT else 20.0
+    with start(UPSTREAM_TIMEOUT=timeout, HOLD=60.0, OPENAI_API_KEY="sk-secret") as chat:
+        error = refusal_of(chat, "I like tea.", way, user="ann")
+
+        assert (error.status_code, error.code) == (status, code)
+        kind = "server_error" if status > 500 else "invalid_request_error"
+        assert error.type == kind
+        assert error.response.headers["content-type"] == "application/json"
+        for secret in ("sk-secret", "127.0.0.1", "Traceback", ".py", "openai"):
+            assert secret not in error.response.text
+        [turn] = only_turns(chat)
+        assert (turn["query"], turn["status"]) == ("I like tea.", "error")
+
+
+@pytest.mark.parametrize("way", ["sync stream", "async stream"])
+@pytest.mark.parametrize("end", [[CUT], [], [{"error": {"message": "x"}}], [WAIT]], ids=["cut", "no end", "error", "silence"])  # fmt: skip
+def test_a_failure_after_the_first_words_is_an_error_in_the_stream(
+    start, model, end, way
+):
+    model.replies.append([*HELLO, *end])
+    with start(UPSTREAM_TIMEOUT=0.5, HOLD=0.0) as chat:
+        error = refusal_of(chat, "I like tea.", way, user="ann")
+
+        assert not isinstance(error, openai.APIStatusError)
+        wanted = "upstream_timeout" if end == [WAIT] else "upstream_unavailable"
+        assert (error.code, error.type) == (wanted, "server_error")
+        [turn] = only_turns(chat)
+        assert (turn["response"], turn["status"]) == ("Hel", "error")
+
+
+def test_a_turn_that_cannot_be_written_is_no_answer(chat, model, monkeypatch):
+    complete(chat, "Hello there.", user="ann")
+    chat.learned()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        error = refusal_of(chat, "Again.", user="ann")
+        shown = refusal_of(chat, "Again.", "sync stream", user="ann")
+
+    assert (error.status_code, error.code) == (500, "storage_failed")
+    assert shown.code == "storage_failed" and "space" not in str(shown)
+
+
+def test_where_there_is_no_room_it_is_503_with_when_to_try_again(start, model):
+    model.replies.append([WAIT, *says("First.")])
+    with start(MAX_CONCURRENT_TURNS=1) as chat:
+        first = in_background(complete, chat, "One")
+        wait_for(lambda: model.requests)
+
+        for way in ("sync", "async stream"):
+            error = refusal_of(chat, "Two", way)
+            assert type(error) is openai.InternalServerError
+            assert error.response.headers["Retry-After"] == "1"
+
+        model.gate.set()
+        assert first.result(20).text == "First."
+
+
+@pytest.mark.parametrize("way", ["sync", "sync stream"])
+def test_a_stop_before_the_first_words_is_an_http_error(chat, model, way):
+    model.replies.append([WAIT])
+    refused = in_background(refusal_of, chat, "I like tea.", way, user="ann")
+    wait_for(lambda: model.requests)
+    [turn] = chat.service.turns
+    turn.get_loop().call_soon_threadsafe(chat.service.cancel_turns)
+
+    assert refused.result(20).status_code == 503
+    assert only_turns(chat)[0]["status"] == "interrupted"
+
+
+def v1(**more):
+    return {"messages": [by("user", "Hi!")], **more}
+
+
+BAD_REQUESTS = {
+    "no JSON": b'{"messages": [',
+    "nothing": b"",
+    "no UTF-8": b'{"messages": "\xff"}',
+    "a list": [v1()],
+    "null": None,
+    "no messages": {"model": "gpt"},
+    "empty messages": v1(messages=[]),
+    "messages are a text": v1(messages="Hi!"),
+    "message is a text": v1(messages=["Hi!"]),
+    "no role": v1(messages=[{"content": "Hi!"}]),
+    "unknown role": v1(messages=[by("boss", "Hi!")]),
+    "role is a list": v1(messages=[by(["user"], "Hi!")]),
+    "content is a number": v1(messages=[by("user", 5)]),
+    "content is an object": v1(messages=[by("user", {"text": "Hi!"})]),
+    "parts are texts": v1(messages=[by("user", ["Hi!"])]),
+    "calls are a number": v1(messages=[by("user", "Hi!"), by("assistant", tool_calls=5)]),
+    "calls are an object": v1(messages=[by("assistant", tool_calls={"id": 1}), by("user", "Hi!")]),
+    "tools are an object": v1(tools={"type": "function"}),
+    "tools are texts": v1(tools=["tide"]),
+    "n is 2": v1(n=2),
+    "stream is a word": v1(stream="perhaps"),
+    "stream_options is a list": v1(stream_options=[1]),
+    "metadata is a text": v1(metadata="x"),
+    "store is a list": v1(store=[]),
+    "model is a number": v1(model=5),
+    "NaN": v1(temperature=float("nan")),
+    "infinity in a message": v1(messages=[by("user", "Hi!", score=float("inf"))]),
+    "lone surrogate": v1(messages=[by("user", "Hi \ud83d!")]),
+    "lone surrogate in a name": v1(**{"\udfff": 1}),
+    "nested deeply": b"[" * 100_000,
+    "a number of 5,000 digits": b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("body", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_bad_request_is_400_in_openais_shape(shared, picky, body, stream):
+    body = {"stream": stream} | body if isinstance(body, dict) else body
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"content-type": "application/json", "X-User-Id": "nobody"}
+
+    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
+
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert "Traceback" not in reply.text and not picky.requests
+    assert not (shared.folder / "nobody").exists()
+
+
+def test_what_is_no_such_route_or_too_large_is_in_openais_shape_too(shared):
+    large = json.dumps(v1(messages=[by("user", "x" * (1 << 20))]))
+    headers = {"content-type": "application/json"}
+    for reply, status in (
+        (shared.http.post("/v1/embeddings", json={}), 404),
+        (shared.http.get("/v1/chat/completions"), 405),
+        (shared.http.post("/v1/chat/completions", content=large, headers=headers), 413),
+    ):
+        assert reply.status_code == status and reply.json()["error"]["message"]
+
+
+def test_no_depth_of_nesting_is_a_server_error(shared, picky):
+    seen = set()
+    for depth in range(930, 1000, 3):
+        deep = b"[" * depth + b"]" * depth
+        content = json.dumps(v1(x=0)).encode().replace(b"0", deep)
+        headers = {"content-type": "application/json"}
+        reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)  # fmt: skip
+        seen.add(reply.status_code)
+        assert reply.status_code in (200, 400), reply.text
+    assert seen == {200, 400}
+
+
+ANY_CALL = st.fixed_dictionaries({}, optional={"id": ANY_JSON, "type": ANY_JSON, "function": ANY_JSON | st.fixed_dictionaries({}, optional={"name": ANY_JSON, "arguments": ANY_JSON})})  # fmt: skip
+ANY_CONTENT = st.text() | st.none() | st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": ANY_JSON})) | ANY_JSON  # fmt: skip
+ANY_MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+    optional={"content": ANY_CONTENT, "tool_calls": st.lists(ANY_CALL) | ANY_JSON, "tool_call_id": ANY_JSON},
+)  # fmt: skip
+ANY_REQUEST = st.fixed_dictionaries(
+    {"messages": st.lists(ANY_MESSAGE, min_size=1, max_size=4)},
+    optional={"tools": st.lists(ANY_CALL, max_size=2), "tool_choice": ANY_JSON, "stream": st.booleans(),
+              "metadata": st.fixed_dictionaries({"session_id": ANY_JSON}), "user": st.sampled_from(["fuzz", ""])},
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=HealthCheck)
+@given(ANY_REQUEST)
+@example(v1(tools=[{"type": "function", "function": {"name": ["tide"]}}]))
+@example({"messages": [by("user", "x"), by("tool", "x", tool_call_id=[1])]})
+@example({"messages": [by("assistant", tool_calls=[None, {"function": {"name": {}}}])]})
+@example({"messages": [by("user", [{"type": "text"}])], "user": "fuzz"})
+def test_no_request_of_whatever_form_is_a_server_error(shared, body):
+    shared.model.replies.clear()
+    shared.model.replies.append(says("Ok."))
+    headers = {"content-type": "application/json"}
+    content = json.dumps(body)
+
+    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
+
+    assert reply.status_code in (200, 400), reply.text
+    if reply.status_code == 400:
+        assert reply.json()["error"]["message"]
+    elif body.get("stream"):
+        assert reply.text.endswith("data: [DONE]\n\n")
+    else:
+        assert reply.json()["choices"][0]["message"]["content"] == "Ok."
+
+
+# Clients that leave, silence, usage
+
+
+def test_a_client_that_leaves_a_completion_stream_stops_the_model(chat, model):
+    model.replies.append([*says("Tea ")[:2], WAIT, *says("good.")])
+    request = to_create("I like tea.", "stream", {"X-Session-Id": A}, user="ann")
+    with client_of(chat).chat.completions.create(**request) as parts:
+        assert next(parts).choices[0].delta.content == "Tea "
+
+    wait_for(lambda: model.closed == 1)
+    wait_for((chat.folder / "ann" / f"{A}.json").exists)
+    [turn] = chat.turns()
+    assert (turn["status"], turn["response"]) == ("interrupted", "Tea ")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."] and not model.gate.is_set()
+
+
+@pytest.mark.parametrize("way", ["whole", "stream"])
+def test_a_client_that_leaves_before_it_heard_anything_stops_the_model(
+    chat, model, way
+):
+    model.replies.append([*says("Tea ")[:2], WAIT, *says("good.")])
+    request = to_create("I like tea.", way, {"X-Session-Id": A}, user="ann")
+
+    async def leave():
+        async with client_of(chat, AsyncOpenAI) as client:
+            asking = asyncio.create_task(client.chat.completions.create(**request))
+            await asyncio.to_thread(wait_for, lambda: model.requests)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    asyncio.run(leave())
+    wait_for(lambda: model.closed == 1)
+    wait_for((chat.folder / "ann" / f"{A}.json").exists)
+    [turn] = chat.turns()
+    assert (turn["query"], turn["status"]) == ("I like tea.", "interrupted")
+    chat.learned()
+    assert chat.facts() == ["User likes tea."] and not model.gate.is_set()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answer", "error"])
+def test_pings_keep_the_line_and_no_client_minds_them(start, model, fails):
+    model.replies.append([WAIT, CUT] if fails else [WAIT, *says("Hello.")])
+    with start(PING_AFTER=0.02) as chat:
+        # It returns with the first byte of the answer, and there is no token yet.
+        parts = client_of(chat).chat.completions.create(**to_create("Hi!", "stream"))
+        assert not model.gate.is_set()
+        model.gate.set()
+        if fails:
+            with pytest.raises(openai.APIError) as raised:
+                list(parts)
+            assert raised.value.code == "upstream_unavailable"
+        else:
+            assert Answer(list(parts)).text == "Hello."
+
+
+def test_silence_does_not_break_an_answer_in_one_piece(start, model):
+    model.replies.append([*says("Hel")[:2], WAIT, *says("lo.")])
+    with start(PING_AFTER=0.01) as chat:
+        asking = in_background(complete, chat, "Hi!")
+        wait_for(lambda: chat.service.turns)
+        with streamed_pings(chat, model) as pings:
+            assert next(pings) == {"type": "ping"}  # of another turn, meanwhile
+        model.gate.set()
+        assert asking.result(20).text == "Hello."
+
+
+@contextmanager
+def streamed_pings(chat, model):
+    model.replies.append([WAIT])
+    with streamed(chat, "Hi!") as events:
+        yield (event for event in events if event["type"] == "ping")
+
+
+@pytest.mark.parametrize("way", ["sync stream", "async stream"])
+def test_usage_stands_in_a_stream_when_it_is_asked_for(chat, model, way):
+    sum_ = calls(("calculate", {"expression": "1+1"}))
+    counted = {"choices": [], "usage": USAGE}
+    for _ in range(3):
+        model.replies += [[*sum_[:-1], counted, END], says("2")]
+    asked_for = complete(chat, "1+1?", way, stream_options={"include_usage": True})
+    silent = complete(chat, "1+1?", way)
+    whole = complete(chat, "1+1?")
+
+    twice = {name: 2 * count for name, count in USAGE.items()}
+    assert asked_for.usage.to_dict() == whole.usage.to_dict() == twice
+    assert asked_for.parts[-1].choices == [] and asked_for.text == "2"
+    assert all(part.usage is None and part.choices for part in silent.parts)
+
+
+def test_an_answer_cut_by_its_length_says_so_to_openais_client(chat, model):
+    model.replies += [says("And then", finish_reason="length")] * 2
+    for way in ("sync", "sync stream"):
+        got = complete(chat, "A story!", way)
+        assert (got.text, got.finish_reason) == ("And then", "length")
+
+
+def test_rounds_that_never_end_are_answered_with_stop(start, model):
+    with start(MAX_ROUNDS=2) as chat:
+        for way in ("sync", "sync stream"):
+            model.replies += [sum_of(1), says()]
+            got = complete(chat, "Go on!", way)
+            assert got.text == "I could not finish this within the rounds I have."
+            assert got.finish_reason == "stop"
+
+
+def test_chunks_are_server_sent_events_that_no_proxy_keeps(chat, model):
+    model.replies.append(says("One\ntwo\u2028\u0085 ✓"))
+
+    reply = chat.http.post("/v1/chat/completions", json=v1(stream=True))
+
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-store"
+    *events, done, nothing = reply.text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(d.get("content", "") for d in deltas) == "One\ntwo\u2028\u0085 ✓"
+
+
+# --- Rerank, and what /health says ---
+
+TOWNS = "Lisbon, Cairo, Oslo or Lima?"  # visited in 2001, 2002, 2003, 2008
+
+
+def towns(chat, k=20):
+    """Return the years of the facts that are found, in order."""
+    return [int(text[-5:-1]) for text in chat.facts(query=TOWNS, k=k)]
+
+
+@pytest.fixture
+def ranked(start, model):
+    """A user with facts beyond the budget, who are reranked."""
+    settings = {"HINT_TOKENS": 100, "HEALTH_SECONDS": 0.0}
+    with start(RERANK_BASE_URL=model.url, **settings) as chat:
+        chat.service.memory.rerank, rerank = None, chat.service.memory.rerank
+        teach(chat, model, PLACES)
+        chat.before = towns(chat)
+        chat.service.memory.rerank = rerank
+        yield chat
+
+
+def test_a_reranker_puts_what_was_found_into_its_order(ranked, model):
+    years = sorted(ranked.before, reverse=True)
+    assert towns(ranked) == years != ranked.before and len(years) == 4
+    assert towns(ranked, k=2) == years[:2]
+
+    first, second = model.ranked
+    assert first["query"] == TOWNS and (first["top_n"], second["top_n"]) == (20, 2)
+    texts = [f"User visited {p} in {y}." for y, p in enumerate(("Lisbon", "Cairo", "Oslo"), 2001)]  # fmt: skip
+    assert {*first["documents"]} == {*texts, "User visited Lima in 2008."}
+    assert first == second | {"top_n": 20}
+    assert first["model"] == "stand-in"  # the first of its /models
+
+
+def test_the_hints_are_in_the_rerankers_order_at_both_faces(ranked, model):
+    events = ranked.ask(TOWNS, session=B)
+    complete(ranked, TOWNS, user="ann")
+
+    years = sorted(ranked.before, reverse=True)
+    assert [int(f["text"][-5:-1]) for f in events[0]["facts"]] == years
+    assert events[0]["degraded"] == [] and len(model.ranked) == 2
+    noted = re.findall(r"in (\d+)\.\n", hints(model.requests[-1]))
+    assert [*map(int, noted)] == years
+
+
+def test_the_rerankers_model_and_key_are_as_set(start, model):
+    settings = {"RERANK_MODEL": "bge", "RERANK_API_KEY": "rk", "HINT_TOKENS": 100}
+    with start(RERANK_BASE_URL=model.url, **settings) as chat:
+        teach(chat, model, PLACES)
+        towns(chat)
+    assert model.ranked[0]["model"] == "bge"
+    assert {h.get(b"authorization") for h in model.headers} >= {b"Bearer rk"}
+
+
+def test_where_all_facts_fit_nobody_is_asked_to_rank_them(start, model):
+    with start(RERANK_BASE_URL=model.url) as chat:
+        teach(chat, model, PLACES)
+        assert chat.ask(TOWNS, session=B)[0]["degraded"] == []
+    assert not model.ranked
+
+
+def results(*pairs):
+    return {"results": [{"index": n, "relevance_score": score} for n, score in pairs]}
+
+
+GOOD_SCORES = [(3, 4.0), (2, 3.0), (1, 2.0), (0, 1.0)]
+NO_ORDER = {
+    "500": (500, {"error": {"message": "User visited Rome"}}),
+    "404": (404, {"detail": "Not Found"}),
+    "429": (429, {}),
+    "silence": WAIT,
+    "no results": {},
+    "empty results": results(),
+    "null": None,
+    "a list": [1, 2],
+    "a text": "sorry",
+    "results are a text": {"results": "abc"},
+    "no scores": {"results": [{"index": n} for n in range(4)]},
+    "no indexes": {"results": [{"relevance_score": 1.0}] * 4},
+    "an index too high": results((4, 5.0), *GOOD_SCORES[:3]),
+    "an index below": results((-1, 5.0), *GOOD_SCORES[:3]),
+    "one index twice": results((3, 9.0), *GOOD_SCORES[:3]),
+    "one index twice beside all": results((3, 9.0), *GOOD_SCORES),
+    "too few": results(*GOOD_SCORES[:2]),
+    "index is a word": results(("3", 5.0), *GOOD_SCORES[1:]),
+    "index is a half": results((2.5, 5.0), *GOOD_SCORES[1:]),
+    "score is a word": results((3, "high"), *GOOD_SCORES[1:]),
+    "score is null": results((3, None), *GOOD_SCORES[1:]),
+    "score is NaN": results((3, float("nan")), *GOOD_SCORES[1:]),
+    "score is infinite": results((3, float("inf")), *GOOD_SCORES[1:]),
+}  # fmt: skip
+
+
+def test_a_reranker_that_fails_leaves_the_order_and_is_named(
+    ranked, model, monkeypatch
+):
+    monkeypatch.setattr("memory.RERANK_TIMEOUT", 0.5)
+    assert towns(ranked) != ranked.before
+    for name, answer_ in NO_ORDER.items():
+        model.ranking = lambda request, answer_=answer_: answer_
+        reply = ranked.post(TOWNS, session=str(uuid.uuid4()))
+        first = json.loads(reply.text.splitlines()[0])
+        assert first["degraded"] == ["rerank"], name
+        assert [int(f["text"][-5:-1]) for f in first["facts"]] == ranked.before, name
+        assert json.loads(reply.text.splitlines()[-1])["type"] == "done"
+        assert ranked.http.get("/health").json()["degraded"].keys() == {"rerank"}, name
+        ranked.learned()
+    model.ranking = lambda request: results(*GOOD_SCORES)
+    assert towns(ranked) == ranked.before[::-1]
+
+
+def test_a_failing_reranker_does_not_fail_a_users_search(ranked, model):
+    model.ranking = lambda request: results((3, float("nan")), *GOOD_SCORES[1:])
+    assert towns(ranked) == ranked.before
+
+
+def test_a_reranker_that_cannot_be_reached_is_named(start, model, closed_port):
+    with start(RERANK_BASE_URL=closed_port, HINT_TOKENS=100) as chat:
+        teach(chat, model, PLACES)
+        events = chat.ask(TOWNS, session=B)
+        assert events[0]["degraded"] == ["rerank"] and len(events[0]["facts"]) == 4
+        assert events[-1]["type"] == "done"
+
+
+def test_health_says_since_when_something_fails_until_it_works_again(ranked, model):
+    def degraded():
+        reply = ranked.http.get("/health").json()
+        assert reply["status"] == "ok"
+        return reply["degraded"]
+
+    began = datetime.now().astimezone()
+    assert degraded() == {}
+    model.ranking = lambda request: (500, {})
+    towns(ranked)
+    since = degraded()
+    towns(ranked)
+    assert degraded() == since and since.keys() == {"rerank"}
+    assert began <= datetime.fromisoformat(since["rerank"]) <= datetime.now().astimezone()  # fmt: skip
+    model.embeddings_down = True
+    ranked.facts(query="Another question, in 2001?")
+    both = degraded()
+    assert both.keys() == {"rerank", "embeddings"} and both["rerank"] == since["rerank"]
+
+    model.ranking, model.embeddings_down = by_number, False
+    towns(ranked)
+    ranked.facts(query="A third one, in 2002?")
+    assert degraded() == {}
+
+
+def test_health_counts_the_turns_that_wait_and_names_nobody(start, model):
+    with start(HEALTH_SECONDS=0.0, HINT_TOKENS=0, EMBEDDING_BASE_URL="") as chat:
+        model.hold_learning.clear()
+        assert chat.http.get("/health").json()["pending"] == 0
+        chat.ask("I like tea.", user="ann")
+        chat.ask("I like cake.", user="ann", session=B)
+        complete(chat, "I like wine.", user="Zoë Secret")
+        complete(chat, "I like beer.")
+        reply = chat.http.get("/health")
+        assert reply.json()["pending"] == 3
+        for word in ("ann", "Zo", "ecret", "tea", "cake", "wine", A, B, "sk-"):
+            assert word not in reply.text
+        assert reply.json().keys() == {"status", "model", "degraded", "pending"}
+        model.hold_learning.set()
+        chat.learned()
+        chat.learned(folder=folder_of("Zoë Secret"))
+        assert chat.http.get("/health").json()["pending"] == 0
+
+
+def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
+    model.operations += twice_refused(500, "I like tea.")
+    with start(HEALTH_SECONDS=0.0) as chat:
+        chat.ask("I like tea.")
+        wait_for(lambda: chat.http.get("/health").json()["degraded"])
+        reply = chat.http.get("/health")
+        assert reply.json()["degraded"].keys() == {"learning"}
+        assert reply.json()["pending"] == 1 and "tea" not in reply.text
+        chat.learned()
+        wait_for(lambda: not chat.http.get("/health").json()["degraded"])
+        assert chat.http.get("/health").json()["pending"] == 0
+
+
+def test_a_look_at_health_holds_for_a_while_and_leaves_no_trace(chat, model):
+    chat.ask("I like tea.")
+    chat.learned()
+    before = files(chat.folder)
+    first = chat.http.get("/health").json()
+    model.hold_learning.clear()
+    chat.ask("I like cake.")
+    assert chat.http.get("/health").json() == first | {"pending": 0}
+    assert [name for name in files(chat.folder) if name not in before] == []
 
 
 if __name__ == "__main__":
