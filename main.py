@@ -24,8 +24,8 @@ import time
 import unicodedata
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -536,11 +536,7 @@ class Loop:
             request["tool_choice"] = choice
         reply, self.response = Reply(self, choice), ""
         try:
-            async with aclosing(
-                self.service.stream(request, self.ask.options)
-            ) as chunks:
-                async for chunk in chunks:
-                    reply.take(chunk)
+            await self.service.stream(request, self.ask.options, reply.take)
             reply.end()
             if not reply.calls or not reply.may_call:
                 return False
@@ -979,9 +975,9 @@ class Service:
         return self.model
 
     async def stream(
-        self, request: dict[str, Any], given: dict[str, Any]
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of a streamed completion, and DONE; Failure says why there are none.
+        self, request: dict[str, Any], given: dict[str, Any], take: Callable[..., None]
+    ) -> None:
+        """Hand the chunks of a streamed completion to `take`, and DONE; Failure: there are none.
 
         Read raw: the client's own chunk models cost four to nine times as much.
 
@@ -995,23 +991,19 @@ class Service:
             def send(**request: Any) -> Any:
                 return stack.enter_async_context(create(**request))
 
-            try:
+            async def begin() -> AsyncIterator[bytes]:
                 async with asyncio.timeout(UPSTREAM_TIMEOUT):
                     request["model"] = await self.discover()
-                    response = await self.adapt(request, send, given)
-                pieces, reader = response.iter_bytes(), EventReader()
-                while not reader.done and (piece := await anext(pieces, None)):
-                    for chunk in reader.feed(piece):
-                        yield chunk
-                for chunk in reader.feed(b"\n"):
-                    yield chunk
-                with suppress(TimeoutError):  # a connection read to its end is kept
-                    async with asyncio.timeout(0.1):
-                        await anext(pieces, None)
-            except Failure:
-                raise
-            except Exception as error:  # whichever layer it comes from
-                raise upstream_failure(error) from error
+                    return (await self.adapt(request, send, given)).iter_bytes()
+
+            pieces, reader, piece = await upstream(begin()), EventReader(), b"\n"
+            while piece and not reader.done:
+                piece = await upstream(anext(pieces, b""))
+                for chunk in reader.feed(piece or b"\n"):
+                    take(chunk)
+            with suppress(TimeoutError, Failure):  # read to its end, it is kept
+                async with asyncio.timeout(0.1):
+                    await upstream(anext(pieces, None))
 
     async def complete(self, messages: list[Message], schema: dict[str, Any]) -> str:
         """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
@@ -1262,6 +1254,16 @@ def without(request: dict[str, Any], part: str) -> dict[str, Any] | None:
 def too_long(error: Exception) -> bool:
     text = f"{error} {getattr(error, 'code', '')}".lower()
     return bool(re.search("context.(length|window)|maximum context|too long", text))
+
+
+async def upstream(answer: Awaitable[Any]) -> Any:
+    """Await something of the endpoint's; whichever layer it fails in, that is a Failure."""
+    try:
+        return await answer
+    except Failure:
+        raise
+    except Exception as error:
+        raise upstream_failure(error) from error
 
 
 def timed_out(error: BaseException | None) -> bool:

@@ -181,9 +181,9 @@ def replace_file(path: Path, content: bytes) -> None:
     # One name for each file, under its user's lock: a crash leaves one stray at most.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
+        with open(temporary, "wb", buffering=0) as file:
+            while content:
+                content = content[file.write(content) :]
             # The kernel's own mtime may be 4 ms coarse; caches go by it.
             os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
             os.fsync(file.fileno())
@@ -205,10 +205,12 @@ class AtomicStorage(Storage):
         self.path = path
         self.stamp: tuple[int, int, int] | None = None
         self.tables: dict[str, dict[str, Any]] = {}
+        # Whether it has been read since a lock was taken; None: there is no lock.
+        self.fresh: bool | None = None
 
     def read(self) -> dict[str, dict[str, Any]] | None:
         """Return the tables, as copies that TinyDB may change. Damaged: it is no JSON of them."""
-        found = stamp(self.path)
+        found = self.stamp if self.fresh else stamp(self.path)
         if found and found != self.stamp:
             self.stamp = None
             try:
@@ -219,7 +221,7 @@ class AtomicStorage(Storage):
                         raise ValueError("no tables")
             except (ValueError, AttributeError, RecursionError) as error:
                 raise Damaged(self.path) from error
-        self.stamp = found
+        self.stamp, self.fresh = found, None if self.fresh is None else True
         return {n: dict(rows) for n, rows in self.tables.items()} if found else None
 
     def write(self, data: dict[str, dict[str, Any]]) -> None:
@@ -624,6 +626,9 @@ class User:
     def __init__(self, root: Path, key: str, model: str):
         self.root, self.key, self.folder = root, key, root / key
         self.lock = -1  # the lock file's descriptor, while it is held
+        # Sessions and None (the state) that have been looked at since the lock was taken:
+        # each look is a system call, after which threads fight for the interpreter.
+        self.known: set[Any] = set()
         self.state = State()
         self.files: OrderedDict[str, AtomicStorage] = OrderedDict()  # the latest used
         self.counts: dict[str, int] = {}  # files of a session
@@ -651,12 +656,16 @@ class User:
         assert lock is not None
         try:
             self.lock = lock
+            self.known.clear()
+            for storage in self.files.values():
+                storage.fresh = False
             if unknown:  # the folder came without its lock file: any turn may wait
                 os.pwrite(lock, b"*\n", 0)
             yield
         finally:
             try:
-                if not self.folder.exists() and stands(lock, path):
+                here = None in self.known or self.folder.exists()
+                if not here and stands(lock, path):
                     path.unlink()  # no trace of who is not here
             finally:
                 os.close(lock)
@@ -670,6 +679,7 @@ class User:
 
     def storage(self, file: str) -> AtomicStorage:
         storage = self.files.pop(file, None) or AtomicStorage(self.folder / file)
+        storage.fresh = bool(storage.fresh)
         self.files[file] = storage
         if (
             len(self.files) > 6
@@ -689,6 +699,7 @@ class User:
         os.replace(self.folder / file, self.folder / aside)
         fsync_folder(self.folder)
         self.files.pop(file, None)
+        self.known.clear()
         log.error("%s/%s is damaged and was set aside as %s", self.key, file, aside)
 
     def load(self) -> State:
@@ -696,10 +707,13 @@ class User:
 
         Forgotten where the user has no folder, and so in every method that calls it.
         """
+        if None in self.known:
+            return self.state
         if not self.folder.is_dir():
             self.files.clear()
             self.state = State()
             raise Forgotten("user")
+        self.known.add(None)
         storage = self.storage("memory.json")
         if self.state.created_at and storage.stamp == stamp(storage.path):
             return self.state
@@ -726,11 +740,13 @@ class User:
     def parts(self, session_id: str) -> list[str]:
         """Return the names of a session's files, oldest first."""
         number = self.counts.get(session_id, 0)  # as they were; there are no holes
-        if not (self.folder / part_name(session_id, number)).exists():
-            number = 0
-        while (self.folder / part_name(session_id, number + 1)).exists():
-            number += 1
-        self.counts[session_id] = number
+        if session_id not in self.known:
+            if number and not (self.folder / part_name(session_id, number)).exists():
+                number = 0
+            while (self.folder / part_name(session_id, number + 1)).exists():
+                number += 1
+            self.counts[session_id] = number
+            self.known.add(session_id)
         return [part_name(session_id, n + 1) for n in range(number)]
 
     def read_part(self, file: str) -> tuple[list[Turn_], dict[str, Any]]:
@@ -777,10 +793,11 @@ class User:
         can bring a deleted user back.
         """
         with self.locked():
-            if not self.folder.exists():
+            try:
+                self.load()
+            except Forgotten:
                 self.folder.mkdir()
                 fsync_folder(self.root)
-                self.files.clear()
                 self.write(State(name, uuid.uuid4().hex))
             if not self.load().name:
                 self.write(replace(self.state, name=name))
@@ -797,6 +814,7 @@ class User:
             self.mark_waiting(session_id)  # first: a turn unmarked is never learned
             number = max(1, len(self.parts(session_id)))
             turns, summary = self.read_part(part_name(session_id, number))
+            self.known.discard(session_id)  # there may be a new part
             if len(turns) >= PART_TURNS:
                 number += 1
                 if summary:
@@ -924,6 +942,7 @@ class User:
             for path in sorted(found, key=lambda p: (len(p.name), p.name))[::-1]:
                 path.unlink()
                 self.files.pop(path.name, None)
+        self.known.clear()
         fsync_folder(self.folder)
         self.dirty = True
 
@@ -934,6 +953,7 @@ class User:
         with self.locked():
             self.load()
             shutil.rmtree(gone, ignore_errors=True)
+            self.known.clear()
             os.rename(self.folder, gone)
             fsync_folder(self.root)
             shutil.rmtree(gone, ignore_errors=True)  # a start may be at it as well
