@@ -941,6 +941,8 @@ class Service:
 
     def __init__(self) -> None:
         self.client = connect(OPENAI_API_KEY, BASE_URL) if OPENAI_API_KEY else None
+        if self.client:  # here, as it imports more
+            self.create = self.client.chat.completions.with_streaming_response.create
         self.embedder = self.client if EMBEDDING_MODEL else None
         if EMBEDDING_BASE_URL:
             self.embedder = connect(EMBEDDING_API_KEY, EMBEDDING_BASE_URL)
@@ -956,6 +958,9 @@ class Service:
         self.context_tokens = CONTEXT_TOKENS
         self.memory.context_tokens = CONTEXT_TOKENS or 8192
         self.turns: dict[asyncio.Task[None], tuple[str, str]] = {}  # user, session
+
+    def clients(self) -> set[AsyncOpenAI]:
+        return {self.client, self.embedder, self.reranker} - {None}
 
     async def discover(self) -> str:
         """Return the chat model's name: as set, or the endpoint's first; learn its context's size."""
@@ -984,12 +989,11 @@ class Service:
         Args:
             given: More of the request, a client's own; sent as it is.
         """
-        create = self.client.chat.completions.with_streaming_response.create
         request |= {"stream": True, "stream_options": {"include_usage": True}}
         async with AsyncExitStack() as stack:
 
             def send(**request: Any) -> Any:
-                return stack.enter_async_context(create(**request))
+                return stack.enter_async_context(self.create(**request))
 
             async def begin() -> AsyncIterator[bytes]:
                 async with asyncio.timeout(UPSTREAM_TIMEOUT):
@@ -1296,10 +1300,13 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service = Service()
     await service.memory.open()
     logging.getLogger("uvicorn.access").addFilter(without_names)
-    if service.client:
-        with suppress(Exception):  # the first turn tries again
-            async with asyncio.timeout(3):
-                await service.discover()
+    with suppress(
+        TimeoutError
+    ):  # connections are open then; the first turn tries again
+        async with asyncio.timeout(3):
+            asked = [client.models.list() for client in service.clients()]
+            asked += [service.discover()] if service.client else []
+            await asyncio.gather(*asked, return_exceptions=True)
     if threading.current_thread() is threading.main_thread():
         on_stop(service)
     # Looking through all that was imported, again and again, took a tenth of the CPU.
@@ -1309,7 +1316,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     service.cancel_turns()
     await asyncio.gather(*service.turns, return_exceptions=True)
     await service.memory.close()
-    for client in {service.client, service.embedder, service.reranker} - {None}:
+    for client in service.clients():
         await client.close()
 
 
