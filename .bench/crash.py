@@ -28,6 +28,7 @@ import sqlite3
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -392,6 +393,9 @@ def run(life: float | None, act: Callable[..., Any], *arguments: Any) -> list[An
             os.dup2(write, 1)
             asyncio.run(act(*arguments))
             status = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(status)
     os.close(write)
