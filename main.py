@@ -195,7 +195,6 @@ class Events(StreamingResponse):
 
     turn: asyncio.Task[None]
     sending: ClassVar[set[Any]] = set()  # tasks that send an answer
-    early = True  # its head is sent before there is a body
 
     def __init__(self, media_type: str = "application/x-ndjson") -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -203,6 +202,7 @@ class Events(StreamingResponse):
         self.lines: list[bytes] = []
         self.unread = 0  # bytes in lines
         self.ready = asyncio.Event()
+        self.ready.set()  # the head is sent before there is a body
         self.task: asyncio.Task[Any] | None = None  # that sends
         self.cut = False  # the client is given up
         self.now = asyncio.get_running_loop().time
@@ -230,19 +230,10 @@ class Events(StreamingResponse):
         self.latest = self.now()
         self.watch()
         body = {"type": "http.response.body", "more_body": True}
-
-        async def head() -> None:
-            about = {"status": self.status_code, "headers": self.raw_headers}
-            await send({"type": "http.response.start"} | about)
-
         try:
-            if self.early:
-                await head()
             await self.ready.wait()
-            if not self.early:
-                if not self.lines:  # the turn was ended, by a stop
-                    self.fail(UNAVAILABLE, "The service stops.")
-                await head()
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start"} | head)
             while self.lines or not self.turn.done():
                 await self.ready.wait()
                 self.ready.clear()
@@ -260,6 +251,10 @@ class Events(StreamingResponse):
             self.timer.cancel()
             self.sending.discard(self.task)
             left.cancel()  # and with it the turn, which is over unless the client is cut
+
+    def stopped(self, turn: asyncio.Task[None]) -> None:
+        if turn.cancelled():  # else a client would take half an answer for all of it
+            self.emit("error", code=UNAVAILABLE, message="The service stops.")
 
     def give_up(self) -> None:
         self.lines.clear()
@@ -285,10 +280,9 @@ class Completion(Events):
     aloud ahead of a call shows later: the first words of a round are held for HOLD seconds.
     """
 
-    early = False  # the status shows with the first event
-
     def __init__(self, service: "Service", ask: Ask, stream: bool, usage: bool):
         super().__init__("text/event-stream" if stream else "application/json")
+        self.ready.clear()  # the status shows with the first event
         self.status_code = 503  # until there is something to send
         self.service, self.stream, self.usage = service, stream, usage
         self.hold = HOLD if stream and not ask.tools else 0.0
@@ -344,9 +338,7 @@ class Completion(Events):
             self.put(f"data: {text}\n\n" if self.stream else text)
 
     def end(self, done: dict[str, Any]) -> None:
-        reason = {"max_rounds": "stop"}.get(
-            done["finish_reason"], done["finish_reason"]
-        )
+        reason = done["finish_reason"].replace("max_rounds", "stop")
         message = {"role": "assistant", "content": done["response"] or None}
         if self.calls:
             message["tool_calls"] = self.calls
@@ -621,11 +613,12 @@ def text_of(message: Message) -> str:
 
 def around_history(history: list[Message], block: str) -> list[Message]:
     """Return a client's messages with one system message, ours and theirs, and the hints."""
-    systems = [m for m in history if m["role"] in ("system", "developer")]
-    prompt = [memory.message("system", "\n\n".join([SYSTEM, *map(text_of, systems)]))]
+    ours = ("system", "developer")
+    systems = [text_of(m) for m in history if m["role"] in ours]
+    prompt = [memory.message("system", "\n\n".join([SYSTEM, *systems]))]
     for said in history:
         content, parts = text_of(said), said.get("content")
-        if said in systems:
+        if said["role"] in ours:
             continue
         # Parts that are text alone become text: not every server takes parts.
         if isinstance(parts, list) and any(
@@ -949,6 +942,7 @@ class Service:
         self.model, self.embedding_model = CHAT_MODEL, EMBEDDING_MODEL
         self.refused: dict[str, float] = {}  # part of a request → monotonic seconds
         self.looked: tuple[float, dict[str, Any]] = 0.0, {}  # monotonic seconds; health
+        self.looking = asyncio.Lock()  # one look for all who ask meanwhile
         embed = self.embed if self.embedder else None
         self.memory = Memory(memory.DATA_DIR, self.complete, embed, EMBEDDING_MODEL)
         self.reranker, self.rerank_model = None, RERANK_MODEL
@@ -1097,11 +1091,12 @@ class Service:
 
     async def health(self) -> dict[str, Any]:
         """Return what works, and since when what does not; a look holds HEALTH_SECONDS."""
-        if time.monotonic() - self.looked[0] > HEALTH_SECONDS:
-            seen = {"status": "ok", "model": await self.look()}
-            seen |= {"degraded": dict(self.memory.failing)}
-            seen |= {"pending": await self.memory.pending()}
-            self.looked = time.monotonic(), seen
+        async with self.looking:
+            if time.monotonic() - self.looked[0] > HEALTH_SECONDS:
+                seen = {"status": "ok", "model": await self.look()}
+                seen |= {"degraded": dict(self.memory.failing)}
+                seen |= {"pending": await self.memory.pending()}
+                self.looked = time.monotonic(), seen
         return self.looked[1]
 
     async def look(self) -> str:
@@ -1131,6 +1126,7 @@ class Service:
         events.turn = task = asyncio.create_task(self.run_turn(ask, events))
         self.turns[task] = key
         task.add_done_callback(self.turns.pop)
+        task.add_done_callback(events.stopped)
         task.add_done_callback(lambda _: events.ready.set())
         return events
 
@@ -1505,8 +1501,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 def one_of(request: Request, given: Any, *headers: str) -> str:
     """Return what a field of the body or one of the headers says; 400 where two disagree."""
     found = [value for name in headers for value in request.headers.getlist(name)]
-    # Headers come as Latin-1, whatever they are.
-    found = [v.encode("latin-1").decode("utf-8", "replace") for v in found]
+    # They come as Latin-1, whatever they are. What is no UTF-8 stays that: replaced by
+    # one and the same character, two names would be one user.
+    with suppress(UnicodeDecodeError):
+        found = [v.encode("latin-1").decode() for v in found]
     stripped = [str(value).strip() for value in [given or "", *found]]
     values = {unicodedata.normalize("NFC", value) for value in stripped if value}
     if len(values) > 1:

@@ -763,10 +763,11 @@ class User:
         session_id = file.split(".")[0]
         if any(self.folder.glob(f"{session_id}.*.json")):
             self.storage(file).write({})  # no hole: parts are found by counting up
-        # A transcript set aside takes its mark with it.
+        # A transcript set aside takes its mark with it; written always, so that no
+        # learning of its turns that is under way commits.
         last, learned = self.recent(session_id).last, self.load().learned
-        if learned.get(session_id, 0) > last:
-            self.write(replace(self.state, learned=learned | {session_id: last}))
+        mark = min(last, learned.get(session_id, 0))
+        self.write(replace(self.state, learned=learned | {session_id: mark}))
         return [], {}
 
     def recent(self, session_id: str, after: int | None = None) -> Recent:
@@ -779,6 +780,13 @@ class User:
             turns, summary = older + turns, summary or found
             if after is None:
                 start = summary.get("turn", 0)
+                if not SUMMARIES and turns:
+                    # In steps, as folding would: the prompt's prefix stays the same.
+                    over, step = (
+                        turns[-1]["turn"] - 2 * HISTORY_TURNS,
+                        HISTORY_TURNS + 1,
+                    )
+                    start = max(start, math.ceil(over / step) * step)
             if turns and turns[0]["turn"] <= start + 1:
                 break
         folded = summary.get("turn", 0)
@@ -901,6 +909,8 @@ class User:
             # The transcript last: while it is there, its deletion can be asked for again.
             self.erase(f".{session_id}.*", f"*{self.past.file}*", f"{session_id}.*")
             self.counts.pop(session_id, None)
+            for file in [f for f in self.past.files if f.startswith(session_id)]:
+                self.past.sync({}, self.past.files.pop(file)[1])
             gone = session_hash(f"{session_id}/")
             self.past.drop({id for id in self.past.known if id >> 39 == gone})
             self.queries, self.sources_read, self.facts.source = {}, False, None
@@ -1779,6 +1789,7 @@ class Memory:
         await asyncio.to_thread(self.locks.mkdir, parents=True, exist_ok=True)
         self.spawn(self.resume())
         self.keeper = asyncio.create_task(self.keep())
+        self.keeper.add_done_callback(self._ended)
 
     async def keep(self) -> None:
         """Write the index files of users who went quiet; go on with those who found no room."""
@@ -1885,7 +1896,8 @@ class Memory:
             prefix: What the model wants before each; None: EMBEDDING_DOCUMENT_PREFIX.
         """
         prefix = EMBEDDING_DOCUMENT_PREFIX if prefix is None else prefix
-        full = {text: prefix + text for text in texts}
+        # Models take some 512 tokens; servers refuse more, or cut.
+        full = {text: cut(prefix + text, 1500) for text in texts}
         asked = [t for t in full.values() if t not in self.cache] if self.embed else []
         if new := [text for text in asked if text not in self.embedding]:
             self.embedding |= dict.fromkeys(new, self.spawn(self._embed(new)))
@@ -1895,9 +1907,7 @@ class Memory:
 
     async def _embed(self, texts: list[str]) -> None:
         try:
-            # Models take some 512 tokens; servers refuse more, or cut.
-            short = [cut(text, 1500) for text in texts]
-            for text, vector in zip(texts, await self.embed(short), strict=True):
+            for text, vector in zip(texts, await self.embed(texts), strict=True):
                 vector = np.asarray(vector, "float32").ravel()
                 norm = float(np.linalg.norm(vector))
                 # What has no direction counts as far from everything, and is not asked again.
@@ -2175,7 +2185,8 @@ class Memory:
             await self.mem0.delete(fact["id"])
             return
         text, seen = operation["text"], operation["turn"]["ended_at"]
-        twin = self.twin(user, tx, {"id": None, "text": text}, vectors.get(text))
+        fresh, vector = {"id": None, "text": text}, vectors.get(text)
+        twin = await asyncio.to_thread(self.twin, user, tx, fresh, vector)
         if twin and (fact is None or twin["id"] == fact["id"]):
             tx.reinforce(twin, seen)
             return
@@ -2210,7 +2221,7 @@ class Memory:
             if (fact := tx.state.facts.get(id)) is None:
                 continue
             vector = self.cache.get(EMBEDDING_DOCUMENT_PREFIX + fact["text"])
-            if twin := self.twin(user, tx, fact, vector):
+            if twin := await asyncio.to_thread(self.twin, user, tx, fact, vector):
                 tx.reinforce(twin, fact["last_seen_at"], fact["frequency"])
                 await self.mem0.delete(fact["id"])
 
@@ -2311,13 +2322,8 @@ class Turn:
         self.memory, self.user, self.session_id = memory, user, session_id
         self.state, recent, waiting = begun
         self.number, self.summary = recent.last + 1, recent.summary
-        turns = recent.turns
-        self.said = [turn["query"] for turn in turns]  # by the user, in this session
-        if not SUMMARIES and len(turns) > 2 * HISTORY_TURNS:
-            # In steps, as folding would: the prompt's prefix stays the same in between.
-            step = HISTORY_TURNS + 1
-            turns = turns[math.ceil((len(turns) - 2 * HISTORY_TURNS) / step) * step :]
-        self.turns = [turn for turn in turns if turn["status"] != "error"]
+        self.message = ""  # of the user, in this turn
+        self.turns = [turn for turn in recent.turns if turn["status"] != "error"]
         verbatim = {f"{session_id}/{turn['turn']}" for turn in self.turns}
         self.unlearned = waiting
         self.waiting = [turn for turn in waiting if place(turn) not in verbatim]
@@ -2334,7 +2340,7 @@ class Turn:
         if history is not None:
             said = set(history)
             self.waiting = [t for t in self.unlearned if t["query"] not in said]
-        self.said.append(message)
+        self.message = message
         newest = (quoted(turn["query"][:1000]) for turn in reversed(self.waiting))
         said = fitting(newest, HINT_TOKENS // 3)
         room = HINT_TOKENS - sum(map(line_tokens, said))
@@ -2409,7 +2415,7 @@ class Turn:
             _, turns = await asyncio.to_thread(read, session_id)
         except Forgotten:  # it is the session's first turn
             turns = []
-        return [turn["query"] for turn in turns] + self.said[-1:]
+        return [turn["query"] for turn in turns] + [self.message]
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, when the user asks for it; several that fit are listed: ask which one."""
