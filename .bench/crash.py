@@ -190,6 +190,9 @@ async def our_check(folder: Path, acknowledged: list[list[str]]) -> None:
     found["unreadable"] += unreadable(folder, read)
     for user in {user for user, _ in SESSIONS if (folder / user).exists()}:
         expected: set[str] = set()
+        if not (folder / user / "memory.json").exists():  # killed in its first turn
+            found["lost"] += sum(told[1] == user for told in acknowledged)
+            continue
         for session in (session for owner, session in SESSIONS if owner == user):
             told = [a[3] for a in acknowledged if a[1:3] == [user, session]]
             parts = (folder / user).glob(f"{session}*.json")
