@@ -1140,9 +1140,10 @@ def test_answers_that_nobody_reads_count_as_turns(start, model):
 
 def test_the_connection_to_the_model_is_kept_over_turns(chat, model):
     model.hold_learning.clear()
-    for _ in range(5):
+    for _ in range(8):
         chat.ask("Hello.")
-    assert len(model.requests) == 5 and len(model.connections) == 1
+    # Those that the start has opened are used in turn.
+    assert len(model.requests) == 8 and len(model.connections) < 5
 
 
 def test_an_interrupted_turn_stands_in_the_history(chat, model):
