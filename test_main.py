@@ -436,16 +436,18 @@ def start(model, tmp_path, monkeypatch):
             patch.setattr(memory, "DATA_DIR", Path(folder))
             for name, value in (known | settings).items():
                 patch.setattr(main if hasattr(main, name) else memory, name, value)
-            with Server(main.app) as server:
-                chat = Chat(server.url, folder)
-                chat.service = main.app.state.service
-                try:
-                    yield chat
-                finally:
-                    model.gate.set()
-                    model.hold_learning.set()
-                    model.hold_summaries.set()
-        main.app.state.service = before
+            try:
+                with Server(main.app) as server:
+                    chat = Chat(server.url, folder)
+                    chat.service = main.app.state.service
+                    try:
+                        yield chat
+                    finally:
+                        model.gate.set()
+                        model.hold_learning.set()
+                        model.hold_summaries.set()
+            finally:
+                main.app.state.service = before
 
     return run
 
