@@ -205,7 +205,8 @@ class Events(StreamingResponse):
         self.ready.set()  # the head is sent before there is a body
         self.task: asyncio.Task[Any] | None = None  # that sends
         self.cut = False  # the client is given up
-        self.now = asyncio.get_running_loop().time
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
         self.latest = self.stuck = math.inf  # event; begin of a send under way
 
     def emit(self, type: str, **fields: Any) -> None:
@@ -269,8 +270,7 @@ class Events(StreamingResponse):
         if now - self.latest >= PING_AFTER and not self.turn.done():
             self.emit("ping")
         late = (now - self.latest) % PING_AFTER
-        loop = asyncio.get_running_loop()
-        self.timer = loop.call_at(now + PING_AFTER - late, self.watch)
+        self.timer = self.loop.call_at(now + PING_AFTER - late, self.watch)
 
 
 class Completion(Events):
@@ -298,8 +298,7 @@ class Completion(Events):
             if self.open or not self.hold:
                 self.release()
             elif self.held == fields["text"]:
-                loop = asyncio.get_running_loop()
-                self.later = loop.call_later(self.hold, self.release)
+                self.later = self.loop.call_later(self.hold, self.release)
         elif type == "thought":
             if self.later:
                 self.later.cancel()  # it would end the next round's hold
@@ -1296,9 +1295,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service = Service()
     await service.memory.open()
     logging.getLogger("uvicorn.access").addFilter(without_names)
-    with suppress(
-        TimeoutError
-    ):  # connections are open then; the first turn tries again
+    # So that connections are open; where it fails, the first turn tries again.
+    with suppress(TimeoutError):
         async with asyncio.timeout(3):
             asked = [client.models.list() for client in service.clients()]
             asked += [service.discover()] if service.client else []
@@ -1320,14 +1318,18 @@ def without_names(record: logging.LogRecord) -> bool:
     """Take users' names and words out of a line of uvicorn's access log."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, *rest = record.args
-        fixed = {route.path for route in app.routes}
         path = str(path).partition("?")[0]
         own = re.fullmatch(
             "/users/[^/]+((/(memories|sessions|history|[0-9a-f-]{36}))*)", path
         )
-        path = f"/users/…{own[1]}" if own else path if path in fixed else "/…"
+        path = f"/users/…{own[1]}" if own else path if path in fixed_paths() else "/…"
         record.args = (client, method, path, *rest)
     return True
+
+
+@functools.cache
+def fixed_paths() -> set[str]:
+    return {route.path for route in app.routes}
 
 
 def on_stop(service: Service) -> None:

@@ -1084,16 +1084,21 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model):
     assert not model.gate.is_set()
 
 
-def asked_and_not_read(chat, message):
-    """Ask over a socket with small buffers, and leave the answer unread."""
-    body = {"user_id": "ann", "session_id": A, "message": message}
-    content = json.dumps(body).encode()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", int(chat.url.rpartition(":")[2])))
-    head = "POST /chat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return client
+def http_of(method, path, body=None):
+    content = json.dumps(body).encode() if body else b""
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"  # fmt: skip
+    return head.encode() + content
+
+
+@contextmanager
+def unread(chat, request):
+    """Send a request on a connection from which nothing is read; yield its socket."""
+    host, port = chat.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # does not grow
+        client.connect((host, int(port)))
+        client.sendall(request)
+        yield client
 
 
 def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(
@@ -1105,7 +1110,9 @@ def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(
     model.replies += [says(*[long] * 80), [*says(*[long] * 800)[:-2], WAIT]]
     assert answer(chat.ask("A long answer, please.")) == long * 80
 
-    with asked_and_not_read(chat, "And once more.") as client:
+    with unread(
+        chat, http_of("POST", "/chat", GOOD | {"message": "And once more."})
+    ) as client:
         wait_for(lambda: model.closed == 1)  # nobody waits for it: the model is stopped
         wait_for(lambda: len(chat.turns()) == 2)
         assert chat.turns()[1]["status"] == "interrupted"
@@ -1124,7 +1131,9 @@ def test_a_client_that_takes_nothing_for_a_minute_is_cut(chat, model, monkeypatc
     monkeypatch.setattr(main, "READ_TIMEOUT", 0.3)
     monkeypatch.setattr(main, "MAX_UNREAD", 1 << 30)
     model.replies.append(says(*["word " * 2000] * 800))
-    with asked_and_not_read(chat, "A long answer, please."):
+    with unread(
+        chat, http_of("POST", "/chat", GOOD | {"message": "A long answer, please."})
+    ):
         wait_for(lambda: main.Events.sending)
         wait_for(lambda: not main.Events.sending)
     assert answer(chat.ask("Hello.")) == "Noted: Hello. "
@@ -1133,7 +1142,9 @@ def test_a_client_that_takes_nothing_for_a_minute_is_cut(chat, model, monkeypatc
 def test_answers_that_nobody_reads_count_as_turns(start, model):
     model.replies.append(says(*["word " * 2000] * 800))
     with start(MAX_CONCURRENT_TURNS=1, MAX_UNREAD=1 << 30) as chat:
-        with asked_and_not_read(chat, "A long answer, please."):
+        with unread(
+            chat, http_of("POST", "/chat", GOOD | {"message": "A long answer, please."})
+        ):
             wait_for(lambda: not chat.service.turns and model.requests)
             assert chat.turns()[0]["status"] == "complete"
             assert chat.post("Me too.", B).status_code == 503
@@ -5539,11 +5550,9 @@ def test_a_client_that_does_not_read_costs_its_answer_and_nothing_after_it(
     monkeypatch.setattr(main, "Events", Watched)
     words = 20_000
     model.replies.append(says(*["word " for _ in range(words)]))
-    body = json.dumps({"user_id": "ann", "session_id": A, "message": "Go."})
     host, port = chat.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as lazy:
-        head = f"POST /chat HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"  # fmt: skip
-        lazy.sendall((head + body).encode())
+        lazy.sendall(http_of("POST", "/chat", GOOD | {"message": "Go."}))
         wait_for(lambda: chat.folder.joinpath("ann", f"{A}.json").exists(), 30)
         wait_for(lambda: not chat.service.turns)
         [turn] = chat.turns()  # saved, whoever reads
@@ -5593,23 +5602,6 @@ def test_users_beyond_the_bound_are_closed_and_opened_again(start, model):
 
 
 # --- Stops, kills and what a log tells ---
-
-
-def http_of(method, path, body=None):
-    content = json.dumps(body).encode() if body else b""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"  # fmt: skip
-    return head.encode() + content
-
-
-@contextmanager
-def unread(chat, request):
-    """Send a request on a connection from which nothing is read; yield its socket."""
-    host, port = chat.url.removeprefix("http://").split(":")
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # does not grow
-        client.connect((host, int(port)))
-        client.sendall(request)
-        yield client
 
 
 def exited(chat):
