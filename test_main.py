@@ -5289,8 +5289,8 @@ def test_a_turn_cancelled_at_any_await_leaves_right_files_and_no_task(
                 if not cancelled and status == "complete":
                     break
         await service.memory.close()
-        for client in {service.client, service.embedder}:
-            await client.close()
+        for opened in service.endpoints():
+            await opened.close()
         return seen
 
     seen = asyncio.run(all_trials())
