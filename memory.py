@@ -78,8 +78,8 @@ except OSError as error:
 os.environ["MEM0_TELEMETRY"] = "False"  # both are read when Mem0 is imported
 os.environ["MEM0_DIR"] = str(DATA_DIR / ".mem0")
 
+import mem0.memory.main
 import mem0.utils.spacy_models
-from mem0 import AsyncMemory
 from mem0.configs.base import MemoryConfig
 from mem0.vector_stores.base import VectorStoreBase
 from mem0.vector_stores.faiss import OutputData
@@ -1153,22 +1153,16 @@ class Transaction:
     waiting: list[Turn_]  # turns not yet learned
     vectors: Vectors = field(default_factory=dict)
     said: list[tuple[str, str]] = field(default_factory=list)  # keys and texts
-    closed: bool = False  # a cancelled Mem0 call may still run in its thread
-
-    def change(self) -> State:
-        if self.closed:
-            raise RuntimeError("this transaction is over")
-        return self.state
 
     def reinforce(self, fact: Fact, seen: str, times: int = 1) -> None:
         # Not by Mem0: its metadata update would embed the text again.
         fact = fact | {"last_seen_at": max(seen, fact["last_seen_at"])}
         fact["frequency"] += times
-        self.change().facts[fact["id"]] = fact
+        self.state.facts[fact["id"]] = fact
 
 
-Change = Callable[[Transaction], Awaitable[Any]]
-# Mem0 hands its store an id and no user; to_thread copies the context, so this reaches it.
+Change = Callable[[Transaction], Any]
+# Mem0 hands its store an id and no user.
 transaction: ContextVar[Transaction] = ContextVar("transaction")
 
 
@@ -1190,12 +1184,12 @@ class FactStore(VectorStoreBase):
     def update(self, vector_id, vector=None, payload=None):
         fact = {"id": vector_id, "text": payload["data"]}
         fact |= {name: payload[name] for name in FACT_FIELDS}
-        transaction.get().change().facts[vector_id] = fact
+        transaction.get().state.facts[vector_id] = fact
         if vector is not None:
             transaction.get().vectors[fact["text"]] = vector
 
     def delete(self, vector_id):
-        del transaction.get().change().facts[vector_id]
+        del transaction.get().state.facts[vector_id]
 
     def get(self, vector_id):
         tx = transaction.get()
@@ -1226,7 +1220,7 @@ class FactStore(VectorStoreBase):
     def add_history(self, memory_id, old_memory, new_memory, event, **_):
         row = {"memory_id": memory_id, "event": event, "at": now()}
         row |= {"old_memory": old_memory, "new_memory": new_memory}
-        transaction.get().change().history.append(row)
+        transaction.get().state.history.append(row)
 
     def get_history(self, memory_id):
         history = transaction.get().state.history
@@ -1241,11 +1235,12 @@ class FactStore(VectorStoreBase):
         return self.cache.get(prefix + text)
 
 
-class Mem0(AsyncMemory):
-    """AsyncMemory on our store, embeddings and history.
+class Mem0(mem0.memory.main.Memory):
+    """Mem0 on our store, embeddings and history.
 
-    Its own constructor builds an LLM client, an embedder, a store and a SQLite file:
-    630 ms and 34 MB of which nothing is used here.
+    Not AsyncMemory, which is the same but sends each step to a thread, five for a fact:
+    here the one thread that holds a transaction does all of it. Its own constructor builds
+    an LLM client, an embedder, a store and a SQLite file: 630 ms and 34 MB, nothing used.
     """
 
     def __init__(self, store: FactStore):
@@ -2122,15 +2117,15 @@ class Memory:
         texts = [op["text"] for op in operations if op["op"] != "delete"]
         vectors = await self.vectors(texts + [text for _, text in said], 10)
 
-        async def change(tx: Transaction) -> None:
+        def change(tx: Transaction) -> None:
             if any(turn not in tx.waiting for turn in batch):
                 return  # deleted, or learned by somebody else
             tx.vectors, tx.said = dict(vectors), said
             for operation in operations:
-                await self.operate(user, tx, operation, vectors)
+                self.operate(user, tx, operation, vectors)
             for turn in batch:
                 tx.state.learned[turn["session_id"]] = turn["turn"]
-            await self.tidy(tx)
+            self.tidy(tx)
 
         user.queries |= {place(turn): turn["query"][:500] for turn in batch}
         await self.transact(user, change, begun=begun)
@@ -2157,24 +2152,26 @@ class Memory:
             Forgotten: There is no such user any more.
         """
         async with user.changing:
-            while True:  # again where another process has written meanwhile
-                begun = begun or await asyncio.to_thread(user.begin_learning)
-                (base, waiting), begun = begun, None
-                if created_at not in ("", base.created_at):
-                    raise Forgotten("user")
-                tx = Transaction(base.copy(), user.key, waiting)
-                token = transaction.set(tx)
-                try:
-                    result = await change(tx)
-                finally:
-                    tx.closed = True
-                    transaction.reset(token)
-                if tx.state == base:
-                    return result
-                if await asyncio.to_thread(user.commit, base, tx):
-                    return result
+            work = self.change_facts, user, change, created_at, begun
+            return await asyncio.to_thread(*work)
 
-    async def operate(
+    def change_facts(
+        self, user: User, change: Change, created_at: str, begun: Waiting | None
+    ) -> Any:
+        """Do what `transact` says, in the thread it is called in."""
+        while True:  # again where somebody else has written meanwhile
+            (base, waiting), begun = begun or user.begin_learning(), None
+            if created_at not in ("", base.created_at):
+                raise Forgotten("user")
+            tx = Transaction(base.copy(), user.key, waiting)
+            transaction.set(
+                tx
+            )  # in a copy of the context that ends with the thread's call
+            result = change(tx)
+            if tx.state == base or user.commit(base, tx):
+                return result
+
+    def operate(
         self, user: User, tx: Transaction, operation: dict[str, Any], vectors: Vectors
     ) -> None:
         """Carry out an operation that `admit` has let pass."""
@@ -2182,11 +2179,11 @@ class Memory:
         if operation["op"] != "add" and fact is None:
             return  # deleted while the model was thinking
         if operation["op"] == "delete":
-            await self.mem0.delete(fact["id"])
+            self.mem0.delete(fact["id"])
             return
         text, seen = operation["text"], operation["turn"]["ended_at"]
         fresh, vector = {"id": None, "text": text}, vectors.get(text)
-        twin = await asyncio.to_thread(self.twin, user, tx, fresh, vector)
+        twin = self.twin(user, tx, fresh, vector)
         if twin and (fact is None or twin["id"] == fact["id"]):
             tx.reinforce(twin, seen)
             return
@@ -2194,12 +2191,12 @@ class Memory:
         metadata |= {"source": place(operation["turn"]), "last_seen_at": seen}
         if fact is None:
             metadata |= {"frequency": 1, "created_at": seen}
-            await self.mem0.add(text, user_id=user.key, infer=False, metadata=metadata)
+            self.mem0.add(text, user_id=user.key, infer=False, metadata=metadata)
             return
-        await self.mem0.update(fact["id"], text, metadata=metadata)
+        self.mem0.update(fact["id"], text, metadata=metadata)
         if twin:  # the new value was known already: one is left
             tx.reinforce(tx.state.facts[fact["id"]], seen, twin["frequency"])
-            await self.mem0.delete(twin["id"])
+            self.mem0.delete(twin["id"])
 
     def twin(self, user: User, tx: Transaction, fact: Fact, vector: Any) -> Fact | None:
         """Return another fact that says the same: in the same words, or near and in like words."""
@@ -2215,17 +2212,17 @@ class Memory:
                 return other
         return None
 
-    async def merge(self, user: User, tx: Transaction, ids: list[str]) -> None:
+    def merge(self, user: User, tx: Transaction, ids: list[str]) -> None:
         """Make one of facts that turn out to be near-duplicates now that they have vectors."""
         for id in ids:
             if (fact := tx.state.facts.get(id)) is None:
                 continue
             vector = self.cache.get(EMBEDDING_DOCUMENT_PREFIX + fact["text"])
-            if twin := await asyncio.to_thread(self.twin, user, tx, fact, vector):
+            if twin := self.twin(user, tx, fact, vector):
                 tx.reinforce(twin, fact["last_seen_at"], fact["frequency"])
-                await self.mem0.delete(fact["id"])
+                self.mem0.delete(fact["id"])
 
-    async def tidy(self, tx: Transaction) -> None:
+    def tidy(self, tx: Transaction) -> None:
         """Forget what has faded, and what is too much."""
         at = datetime.now(UTC)
         scores = {id: fact_score(fact, at) for id, fact in tx.state.facts.items()}
@@ -2237,7 +2234,7 @@ class Memory:
         episodic = [id for id in ranked if id not in kept]
         for rank, id in enumerate(episodic, len(kept)):
             if rank >= MAX_FACTS or scores[id] < 0.25:
-                await self.mem0.delete(id)
+                self.mem0.delete(id)
 
     async def fold(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
@@ -2403,8 +2400,8 @@ class Turn:
         operation |= {"kind": "episodic", "importance": 0.5}
         vectors = await self.memory.vectors([text], EMBEDDING_TIMEOUT)
 
-        async def change(tx: Transaction) -> None:
-            await self.memory.operate(self.user, tx, operation, vectors)
+        def change(tx: Transaction) -> None:
+            self.memory.operate(self.user, tx, operation, vectors)
 
         await self.memory.transact(self.user, change, self.state.created_at)
 
@@ -2432,10 +2429,10 @@ class Turn:
             return f"Nothing was forgotten. Ask which of these is meant:{listed}"
         id, text = facts[0]["id"], facts[0]["text"]
 
-        async def change(tx: Transaction) -> bool:
+        def change(tx: Transaction) -> bool:
             known = id in tx.state.facts
             if known:
-                await self.memory.mem0.delete(id)
+                self.memory.mem0.delete(id)
             return known
 
         created_at = self.state.created_at

@@ -4089,10 +4089,7 @@ def test_mem0s_own_search_is_hybrid_and_sees_one_user_alone(chat, model):
     teach(chat, model, ["User was in Cairo, too."], user="bob")
     mem0 = chat.service.memory.mem0
 
-    async def search():
-        return await mem0.search("Cairo", filters={"user_id": "ann"}, threshold=0)
-
-    found = asyncio.run(search())["results"]
+    found = mem0.search("Cairo", filters={"user_id": "ann"}, threshold=0)["results"]
     assert [hit["memory"] for hit in found] == ["User visited Cairo in 2002."]
 
 
