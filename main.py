@@ -60,8 +60,10 @@ from memory import (
     Turn,
     User,
     fit_context,
+    from_json,
     normal_name,
     setting,
+    to_json,
 )
 
 # --- Settings ---
@@ -100,6 +102,7 @@ MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 HOLD = 0.3  # seconds
+PACE = 0.016  # seconds between two looks at a stream of tokens: a frame of a screen
 HEALTH_SECONDS = 5.0  # a look at the endpoint holds so long
 
 SYSTEM = """\
@@ -108,7 +111,6 @@ A user message may begin with a [MEMORY HINTS] block: notes kept by this service
 Call a tool when it gives a better answer than you can; do not call one for small talk."""
 
 log = logging.getLogger("main")
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 Message = dict[str, Any]
 
 
@@ -121,7 +123,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 STATUS = {"upstream_rejected": 400, "context_too_long": 400}
 STATUS |= {"upstream_unavailable": 503, "upstream_timeout": 504}
 # Some clients take these for the end of a line.
-LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\u0085\u2028\u2029"})
+LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\u0085\u2028\u2029"}
 
 
 class ChatRequest(BaseModel, extra="forbid"):
@@ -213,13 +215,14 @@ class Events(StreamingResponse):
         self.latest = self.stuck = math.inf  # event; begin of a send under way
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.put(to_json({"type": type, **fields}) + "\n")
+        self.put(to_json({"type": type, **fields}) + b"\n")
 
-    def put(self, line: str) -> None:
+    def put(self, line: bytes) -> None:
         if not line.isascii():
-            line = line.translate(LINE_ENDS)
-        self.lines.append(line.encode("utf-8", "replace"))
-        self.unread += len(self.lines[-1])
+            for end, escaped in LINE_ENDS.items():
+                line = line.replace(end, escaped)
+        self.lines.append(line)
+        self.unread += len(line)
         if self.unread > MAX_UNREAD and len(self.lines) > 1:
             self.give_up()
         self.latest = self.now()
@@ -313,7 +316,7 @@ class Completion(Events):
             self.chunk({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
         elif type == "ping" and self.stream:
             self.status_code = 200
-            self.put(": ping\n\n")
+            self.put(b": ping\n\n")
         elif type == "done":
             self.end(fields)
         elif type == "error":
@@ -337,7 +340,7 @@ class Completion(Events):
             self.status_code = 200
             model = {"object": kind, "model": self.service.model}
             text = to_json(self.about | model | fields)
-            self.put(f"data: {text}\n\n" if self.stream else text)
+            self.put(b"data: %b\n\n" % text if self.stream else text)
 
     def end(self, done: dict[str, Any]) -> None:
         reason = done["finish_reason"].replace("max_rounds", "stop")
@@ -352,12 +355,12 @@ class Completion(Events):
             if self.usage:
                 usage = {"choices": [], "usage": done["usage"]}
                 self.send_json("chat.completion.chunk", **usage)
-            self.put("data: [DONE]\n\n")
+            self.put(b"data: [DONE]\n\n")
 
     def fail(self, code: str, message: str) -> None:
         self.held = ""  # else it might follow the error
         if self.stream and self.status_code == 200:
-            self.put(f"data: {to_json(openai_error(500, message, code))}\n\n")
+            self.put(b"data: %b\n\n" % to_json(openai_error(500, message, code)))
             return
         self.status_code = STATUS.get(code, 500)
         self.headers["Content-Type"] = "application/json"
@@ -710,7 +713,7 @@ class Reply:
         self.calls: list[Call] = []
         self.usage: dict[str, Any] = {}
 
-    def take(self, chunk: dict[str, Any]) -> None:
+    def take(self, chunk: dict[str, Any]) -> bool:
         if chunk is DONE and (self.text or self.held or self.calls):
             self.finish_reason = self.finish_reason or "stop"
         self.usage = as_dict(chunk.get("usage")) or self.usage
@@ -727,6 +730,7 @@ class Reply:
         for piece in delta.get("tool_calls") or []:
             self.place(as_dict(piece))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return bool(self.text)
 
     def end(self) -> None:
         """Decide on what was held back, start the calls that wait; or Failure: it broke off."""
@@ -916,7 +920,7 @@ class EventReader:
             yield DONE
             return
         try:
-            chunk = json.loads(self.data)
+            chunk = from_json(self.data)
         except (ValueError, RecursionError) as error:
             if line:  # the event goes on
                 return
@@ -983,7 +987,7 @@ class Endpoint:
             Refused: Its status is an error.
             aiohttp.ClientError, TimeoutError: There is no answer.
         """
-        data, wait = to_json(body).encode(), 0.0
+        data, wait = to_json(body), 0.0
         try:
             reply = await self.session.post(self.url + path, data=data)
             if reply.ok:
@@ -1003,7 +1007,7 @@ class Endpoint:
     async def ask(self, path: str, body: dict[str, Any], retry: bool = True) -> Any:
         """Return the JSON of an answer; raises as `post` does, and ValueError."""
         reply = await self.post(path, body, retry)
-        return json.loads(await reply.read())
+        return from_json(await reply.read())
 
     async def close(self) -> None:
         await self.session.close()
@@ -1053,7 +1057,7 @@ class Service:
         return self.model
 
     async def stream(
-        self, request: dict[str, Any], given: dict[str, Any], take: Callable[..., None]
+        self, request: dict[str, Any], given: dict[str, Any], take: Callable[..., bool]
     ) -> None:
         """Hand the chunks of a streamed completion to `take`, and DONE; Failure: there are none.
 
@@ -1061,6 +1065,7 @@ class Service:
 
         Args:
             given: More of the request, a client's own; sent as it is.
+            take: Tells whether there has been any text.
         """
         request |= {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -1070,11 +1075,17 @@ class Service:
                 return await self.adapt(request, self.chat.post, given)
 
         reply, reader, piece = await upstream(begin()), EventReader(), b"\n"
+        due, later = asyncio.Event(), asyncio.get_running_loop().call_later
+        reply.content.on_eof(due.set)
         try:
             while piece and not reader.done:
                 piece = await upstream(reply.content.readany())
-                for chunk in reader.feed(piece or b"\n"):
-                    take(chunk)
+                said = [take(chunk) for chunk in reader.feed(piece or b"\n")]
+                # To be woken for a token costs five times as much as to pass it on.
+                if any(said) and not reply.content.is_eof():
+                    later(PACE, due.set)
+                    await due.wait()
+                    due.clear()
             with suppress(TimeoutError, Failure):  # read to its end, it is kept
                 async with asyncio.timeout(0.1):
                     await upstream(reply.content.readany())

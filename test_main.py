@@ -3858,6 +3858,19 @@ def test_secrets_are_cut_out_and_the_rest_stays(text, left):
     assert memory.redact(text) == left
 
 
+@settings(max_examples=1500, deadline=None, suppress_health_check=[*HealthCheck])
+@given(st.data())
+def test_the_quick_look_for_secrets_misses_none(data):
+    import memory
+
+    named = memory.PASSWORD, memory.CODE, memory.DOCUMENT
+    patterns = [memory.any_of(pattern) for pattern in named] + [memory.SECRETS[-1][0]]
+    pattern = data.draw(st.sampled_from(patterns))
+    text = data.draw(st.from_regex(pattern))
+
+    assert memory.may_name_secret(text) or not pattern.search(text)
+
+
 @pytest.mark.parametrize(("a", "b", "same"), SAME)
 def test_only_a_repetition_is_the_same_fact(a, b, same):
     import memory
@@ -5291,7 +5304,7 @@ def test_a_turn_cancelled_at_any_await_leaves_right_files_and_no_task(
         return seen
 
     seen = asyncio.run(all_trials())
-    assert len(seen) > 12 and {"none", "interrupted", "complete"} == set(seen), seen
+    assert len(seen) > 7 and {"none", "interrupted", "complete"} == set(seen), seen
 
 
 def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path):
