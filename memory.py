@@ -650,6 +650,7 @@ class User:
 
     def __init__(self, root: Path, key: str, model: str):
         self.root, self.key, self.folder = root, key, root / key
+        self.lock_path = root / ".locks" / key
         self.lock = -1  # the lock file's descriptor, while it is held
         # Sessions and None (the state) that have been looked at since the lock was taken:
         # each look is a system call, after which threads fight for the interpreter.
@@ -675,13 +676,12 @@ class User:
     # a cancelled caller cannot release it too early, and holders never wait for a thread.
     @contextmanager
     def locked(self) -> Iterator[None]:
-        path = self.root / ".locks" / self.key
         unknown = False
         try:
-            lock = lock_file(path, make=False)
+            lock = lock_file(self.lock_path, make=False)
         except FileNotFoundError:
             unknown = self.folder.exists()
-            lock = lock_file(path)
+            lock = lock_file(self.lock_path)
         assert lock is not None
         try:
             self.lock = lock
@@ -694,8 +694,8 @@ class User:
         finally:
             try:
                 here = None in self.known or self.folder.exists()
-                if not here and stands(lock, path):
-                    path.unlink()  # no trace of who is not here
+                if not here and stands(lock, self.lock_path):
+                    self.lock_path.unlink()  # no trace of who is not here
             finally:
                 os.close(lock)
 
@@ -771,9 +771,12 @@ class User:
         """Return the names of a session's files, oldest first."""
         number = self.counts.get(session_id, 0)  # as they were; there are no holes
         if session_id not in self.known:
-            if number and not (self.folder / part_name(session_id, number)).exists():
-                number = 0
-            while (self.folder / part_name(session_id, number + 1)).exists():
+
+            def there(number: int) -> bool:
+                return os.path.exists(f"{self.folder}/{part_name(session_id, number)}")
+
+            number = number if number and there(number) else 0
+            while there(number + 1):
                 number += 1
             self.counts[session_id] = number
             self.known.add(session_id)
