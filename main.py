@@ -1271,14 +1271,13 @@ def array_of(embedding: str | list[float]) -> np.ndarray:
     return np.array(embedding, "float32")
 
 
-async def to_the_end(coroutine: Any) -> None:
+async def to_the_end(work: asyncio.Future[None]) -> None:
     """Await something that a cancellation must not cut short; then be cancelled."""
-    task = asyncio.ensure_future(coroutine)
     try:
-        await asyncio.shield(task)
+        await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
-        error = None if task.cancelled() else task.exception()
+        await asyncio.wait([work])
+        error = None if work.cancelled() else work.exception()
         if error and not isinstance(error, Forgotten):
             log.error("a turn could not be saved", exc_info=error)
         raise

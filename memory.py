@@ -2257,7 +2257,7 @@ class Memory:
         near = set() if vector is None else user.facts.near(vector, NEAR)
         for id, other in tx.state.facts.items():
             new = tx.vectors.get(other["text"])  # the index has it after the commit
-            if vector is not None and np.shape(new) == vector.shape:
+            if new is not None and vector is not None and new.shape == vector.shape:
                 near |= {id} if new @ vector > NEAR else set()
             same = plainly(other["text"]) == plain
             same = same or (id in near and same_fact(other["text"], text))
@@ -2412,8 +2412,8 @@ class Turn:
         names = ("id", "text", "kind", "score")
         return Hints([{n: fact[n] for n in names} for fact in shown], said, degraded)
 
-    async def save(self, **turn: Any) -> None:
-        """Write the turn at the end of the transcript; it is durable when this returns.
+    def save(self, **turn: Any) -> asyncio.Future[None]:
+        """Write the turn at the end of the transcript; it is durable when this is done.
 
         Args:
             turn: query, response, status, reasoning_mode, rounds, tools, started_at.
@@ -2423,8 +2423,9 @@ class Turn:
             OSError: It could not be written; the transcript is as it was.
         """
         document = {"turn": self.number, **turn, "ended_at": now()}
-        created_at = self.state.created_at
-        await asyncio.to_thread(self.user.append, created_at, self.session_id, document)
+        work = self.user.append, self.state.created_at, self.session_id, document
+        # A future, no coroutine: a task for it would wait for its turn twice.
+        return asyncio.get_running_loop().run_in_executor(None, *work)
 
     # Tools for the model: user and session are bound, never arguments.
 
