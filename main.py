@@ -995,8 +995,8 @@ class Endpoint:
             error = Refused(reply.status, await reply.text(errors="replace"))
             if reply.status < 500 and reply.status not in (408, 409, 429):
                 raise error
-            with suppress(ValueError):
-                wait = min(float(reply.headers.get("Retry-After", 0.5)), 8.0)
+            after = reply.headers.get("Retry-After", "")
+            wait = min(int(after), 8) if re.fullmatch(r"[0-9]{1,9}", after) else 0.5
         except aiohttp.ClientError as failed:  # a kept connection may just have ended
             error = failed
         if not retry:

@@ -118,8 +118,8 @@ class StandIn:
         else:
             await self.json(send, {"error": {"message": "no such route"}}, 404)
 
-    async def json(self, send, value, status=200):
-        headers = [(b"content-type", b"application/json")]
+    async def json(self, send, value, status=200, headers=()):
+        headers = [(b"content-type", b"application/json"), *headers]
         await send(
             {"type": "http.response.start", "status": status, "headers": headers}
         )
@@ -170,7 +170,7 @@ class StandIn:
         self.requests.append(request)
         reply = self.replies.popleft() if self.replies else improvise(request)
         if isinstance(reply, tuple):
-            await self.json(send, reply[1], reply[0])
+            await self.json(send, reply[1], reply[0], *reply[2:])
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -1358,6 +1358,82 @@ def test_there_are_two_tries_before_the_first_token_and_one_after_it(chat, model
     model.replies += [[*HELLO, CUT]]
     chat.ask("Hi!")
     assert len(model.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_a_refusal_is_not_asked_for_again(chat, model, status):
+    model.replies += refuses(status)
+
+    chat.ask("Hi!")
+
+    assert len(model.requests) == 1
+
+
+@pytest.mark.parametrize("after", ["1", "-5", "nan", "Fri, 31 Dec 1999 23:59:59 GMT"])
+def test_an_endpoint_may_say_when_it_is_to_be_tried_again(chat, model, after):
+    refusal = {"error": {"message": "slow down"}}
+    model.replies += [
+        (429, refusal, [(b"retry-after", after.encode())]),
+        says("Hello."),
+    ]
+    began = time.monotonic()
+
+    assert answer(chat.ask("Hi!")) == "Hello."
+
+    assert time.monotonic() - began >= (1 if after == "1" else 0)
+
+
+def test_a_kept_connection_that_has_ended_meanwhile_is_no_failure(start):
+    def answers(connection):
+        """Answer one chat, and close the connection when the next is asked."""
+        chats = 0
+        with connection, connection.makefile("rb") as sent:
+            while line := sent.readline():
+                size = 0
+                while (header := sent.readline()) != b"\r\n":
+                    if header.lower().startswith(b"content-length"):
+                        size = int(header.split(b":")[1])
+                body, chats = sent.read(size), chats + line.startswith(b"POST")
+                if chats > 1:
+                    return
+                reply = b'{"data": [{"id": "m"}]}'
+                if b"stream" in body:
+                    asked.append(body)
+                    reply = (
+                        b'data: {"choices": [{"delta": {"content": "Yes."}}]}\n\n' + END
+                    )
+                head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(reply)
+                connection.sendall(head + reply)
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                threading.Thread(target=answers, args=[connection], daemon=True).start()
+
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        with start(BASE_URL=url, EMBEDDING_BASE_URL=None, EMBEDDING_MODEL="") as chat:
+            for _ in range(5):
+                assert answer(chat.ask("Hi!")) == "Yes."
+        server.shutdown(socket.SHUT_RDWR)
+
+    assert len(asked) == 5
+
+
+def test_a_proxy_is_used_where_one_is_set_and_not_where_it_is_not_wanted(
+    start, model, monkeypatch
+):
+    monkeypatch.setenv("HTTP_PROXY", model.url.removesuffix("/v1"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    with start(BASE_URL="http://models.test/v1") as chat:
+        assert answer(chat.ask("Hi!"))
+
+    hosts = {headers[b"host"].decode() for headers in model.headers}
+    assert hosts == {"models.test", model.url[7:-3]}
 
 
 def test_an_endpoint_that_fails_in_a_later_round_keeps_what_was_done(chat, model):
