@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -39,7 +40,7 @@ import openai
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAioHttpClient
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -90,8 +91,10 @@ CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 SHUTDOWN_GRACE = setting("SHUTDOWN_GRACE", 10.0)  # seconds for running turns to end
 for url in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL", "RERANK_BASE_URL"):
-    if not re.match(r"https?://.|$", os.environ.get(url, "")):
-        raise SystemExit(f"{url} must begin with http:// or https://")
+    if not re.match(r"https?://[^/@]+(/|$)|$", os.environ.get(url, "")):
+        raise SystemExit(
+            f"{url} must be http://host/… or https://…, without a password"
+        )
 try:
     CHAT_EXTRA_BODY = {**json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
@@ -102,7 +105,7 @@ MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 HOLD = 0.3  # seconds
-PACE = 0.016  # seconds between two looks at a stream of tokens: a frame of a screen
+PACE = 0.016  # seconds between two looks at a stream of tokens, a frame of a screen
 HEALTH_SECONDS = 5.0  # a look at the endpoint holds so long
 
 SYSTEM = """\
@@ -939,7 +942,7 @@ class Refused(Exception):
     """An answer of an endpoint that is an error, and what it says."""
 
     def __init__(self, status_code: int, text: str):
-        super().__init__(f"{status_code}: {text[:2000]}")
+        super().__init__(f"{status_code}: {text[:8000]}")
         self.status_code = status_code
 
 
@@ -948,17 +951,16 @@ class Endpoint:
 
     What is asked in each turn goes by `post`, over the HTTP library of `openai[aiohttp]`:
     the client took 2.0 ms of CPU a streamed request and 0.8 ms an embedding, this 0.8 and
-    0.2. Address, headers and limits are the client's.
+    0.2. Address, headers, trust and time limits are the client's; cookies are not kept.
     """
 
     def __init__(self, key: str, url: str):
         timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=min(5.0, UPSTREAM_TIMEOUT))
         options = {"base_url": url or None, "timeout": timeout, "max_retries": 1}
-        self.client = client = AsyncOpenAI(api_key=key, **options)
-        self.url, base = str(client.base_url), client.base_url
+        http = DefaultAioHttpClient()
+        self.client = client = AsyncOpenAI(api_key=key, http_client=http, **options)
+        self.url = str(client.base_url)
         given = {**client.default_headers, **client.auth_headers}
-        direct = urllib.request.proxy_bypass(base.host)
-        proxies = {} if direct else urllib.request.getproxies()
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=httpx2.create_ssl_context()),
             headers={n: value for n, value in given.items() if isinstance(value, str)},
@@ -966,7 +968,7 @@ class Endpoint:
                 sock_connect=timeout.connect, sock_read=timeout.read
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            proxy=proxies.get(base.scheme) or proxies.get("all"),
+            proxy=proxy_for(client.base_url),
         )
 
     async def models(self) -> list[Any]:
@@ -977,41 +979,81 @@ class Endpoint:
         await (await self.session.get(self.url + "models")).read()
 
     async def post(
-        self, path: str, body: dict[str, Any], retry: bool = True
-    ) -> aiohttp.ClientResponse:
-        """Return the answer to a body sent as JSON, still to be read.
+        self, path: str, body: dict[str, Any], retry: bool = True, whole: bool = False
+    ) -> Any:
+        """Return the answer to a body sent as JSON: a response to be read, or its JSON.
 
-        What may go well a second time is sent again once.
+        Args:
+            retry: Send it once more after an error that may pass.
+            whole: Read the answer, and return the JSON in it.
 
         Raises:
             Refused: Its status is an error.
-            aiohttp.ClientError, TimeoutError: There is no answer.
+            aiohttp.ClientError, TimeoutError: There is no answer, or none in JSON.
         """
-        data, wait = to_json(body), 0.0
-        try:
-            reply = await self.session.post(self.url + path, data=data)
-            if reply.ok:
-                return reply
-            error = Refused(reply.status, await reply.text(errors="replace"))
-            if reply.status < 500 and reply.status not in (408, 409, 429):
+        data = to_json(body)
+        while True:
+            wait = 0.5  # seconds
+            try:
+                reply = await self.session.post(self.url + path, data=data)
+                if reply.status < 300:
+                    return from_json(await reply.read()) if whole else reply
+                error = Refused(reply.status, await beginning(reply))
+                after = reply.headers.get("Retry-After", "")
+                wait = int(after) if re.fullmatch("[0-9]{1,9}", after) else wait
+                passing = reply.status >= 500 or reply.status in (408, 409, 429)
+                passing = passing and reply.headers.get("X-Should-Retry") != "false"
+                retry = retry and passing and wait <= 8
+            except (aiohttp.ClientError, ValueError) as failed:
+                error = failed
+                if isinstance(failed, ValueError):  # an address or header, or no JSON
+                    error = aiohttp.ClientConnectionError(str(failed))
+                if isinstance(failed, aiohttp.ServerDisconnectedError):
+                    wait = 0.0  # a kept connection has just ended
+            if not retry:
                 raise error
-            after = reply.headers.get("Retry-After", "")
-            wait = min(int(after), 8) if re.fullmatch(r"[0-9]{1,9}", after) else 0.5
-        except aiohttp.ClientError as failed:  # a kept connection may just have ended
-            error = failed
-        if not retry:
-            raise error
-        await asyncio.sleep(wait)
-        return await self.post(path, body, retry=False)
+            await asyncio.sleep(wait)
+            retry = False
 
     async def ask(self, path: str, body: dict[str, Any], retry: bool = True) -> Any:
-        """Return the JSON of an answer; raises as `post` does, and ValueError."""
-        reply = await self.post(path, body, retry)
-        return from_json(await reply.read())
+        """Return the JSON of the answer to a body; raises as `post` does."""
+        return await self.post(path, body, retry, whole=True)
 
     async def close(self) -> None:
         await self.session.close()
         await self.client.close()
+
+
+async def beginning(reply: aiohttp.ClientResponse) -> str:
+    """Return the beginning of an error's text; it may be endless, or break off."""
+    text = b""
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(5):
+            while len(text) < 1 << 16 and (piece := await reply.content.readany()):
+                text += piece
+    reply.close()
+    return text.decode("utf-8", "replace")
+
+
+def proxy_for(url: httpx2.URL) -> str | None:
+    """Return the proxy that the environment names for an address, by the client's rules."""
+    named = urllib.request.getproxies()
+    port = url.port or {"https": 443}.get(url.scheme, 80)
+    if urllib.request.proxy_bypass(f"{url.host}:{port}"):
+        return None
+    for entry in named.get("no", "").split(","):  # networks, which urllib does not know
+        with suppress(ValueError):
+            network = ipaddress.ip_network(entry.strip(), strict=False)
+            if ipaddress.ip_address(url.host) in network:
+                return None
+    proxy = named.get(url.scheme) or named.get("all")
+    if proxy and "://" not in proxy:
+        proxy = f"http://{proxy}"
+    if proxy and not proxy.startswith(("http://", "https://")):
+        raise SystemExit(
+            "Only HTTP proxies are supported: see HTTP_PROXY and ALL_PROXY"
+        )
+    return proxy
 
 
 class Service:
@@ -1081,9 +1123,11 @@ class Service:
             while piece and not reader.done:
                 piece = await upstream(reply.content.readany())
                 said = [take(chunk) for chunk in reader.feed(piece or b"\n")]
-                # To be woken for a token costs five times as much as to pass it on.
-                if any(said) and not reply.content.is_eof():
-                    later(PACE, due.set)
+                over = reader.done or reply.content.is_eof()
+                # To be woken for a token costs five times as much as to pass it on, and
+                # each time somebody else's first token waits.
+                if any(said) and not over:
+                    later(PACE * (1 + len(self.turns) / 64), due.set)
                     await due.wait()
                     due.clear()
             with suppress(TimeoutError, Failure):  # read to its end, it is kept
@@ -1096,7 +1140,7 @@ class Service:
         """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
 
         Raises:
-            ValueError: The endpoint refuses the request itself, or answers no JSON.
+            ValueError: The endpoint refuses the request itself.
             Refused, aiohttp.ClientError, TimeoutError: It gave no answer.
         """
         request = {
@@ -1225,7 +1269,7 @@ class Service:
             async with self.memory.turn(ask.user, ask.session) as turn:
                 return await self.answer(turn, ask, events)
         except Failure as error:
-            log.warning("turn failed: %s: %r", error.args[0], error.__cause__)
+            log.warning("turn failed: %s: %.500r", error.args[0], error.__cause__)
             failure = error
         except Forgotten:
             said = "The user or session was deleted during the turn; nothing was kept."
@@ -1327,8 +1371,8 @@ def without(request: dict[str, Any], part: str) -> dict[str, Any] | None:
 
 
 def too_long(error: Exception) -> bool:
-    text = f"{error} {getattr(error, 'code', '')}".lower()
-    return bool(re.search("context.(length|window)|maximum context|too long", text))
+    said = "context.(length|window)|maximum context|too long"
+    return bool(re.search(said, str(error).lower()))
 
 
 async def upstream(answer: Awaitable[Any]) -> Any:
@@ -1342,7 +1386,7 @@ async def upstream(answer: Awaitable[Any]) -> Any:
 
 
 def timed_out(error: BaseException | None) -> bool:
-    while error and not isinstance(error, TimeoutError):  # by the innermost cause
+    while error and not isinstance(error, TimeoutError):
         error = error.__cause__
     return error is not None
 

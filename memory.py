@@ -78,7 +78,6 @@ except OSError as error:
 os.environ["MEM0_TELEMETRY"] = "False"  # both are read when Mem0 is imported
 os.environ["MEM0_DIR"] = str(DATA_DIR / ".mem0")
 
-import mem0.memory.main
 import mem0.utils.spacy_models
 import pydantic_core
 from mem0.configs.base import MemoryConfig
@@ -171,7 +170,7 @@ def fsync_folder(folder: Path) -> None:
 def to_json(value: Any) -> bytes:
     """Return a value as compact JSON in UTF-8, with ? for what cannot be encoded."""
     try:
-        return pydantic_core.to_json(value)  # a third of the time
+        return pydantic_core.to_json(value)  # json takes three times as long
     except ValueError:  # a lone surrogate, or more than 255 levels
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
@@ -226,7 +225,8 @@ class AtomicStorage(Storage):
         self.path = path
         self.stamp: tuple[int, int, int] | None = None
         self.tables: dict[str, dict[str, Any]] = {}
-        self.checked = self.stamp  # of the content that has been found to be a part
+        # Of a transcript: the content that was found right, and what it holds.
+        self.checked: tuple[int, int, int] | None = None
         self.part: tuple[list[Turn_], dict[str, Any]] = [], {}
         # Whether it has been read since a lock was taken; None: there is no lock.
         self.fresh: bool | None = None
@@ -248,7 +248,12 @@ class AtomicStorage(Storage):
         return {n: dict(rows) for n, rows in self.tables.items()} if found else None
 
     def write(self, data: dict[str, dict[str, Any]]) -> None:
-        replace_file(self.path, to_json(data))
+        try:
+            replace_file(self.path, to_json(data))
+        except OSError:  # TinyDB changes rows in place: they are read again
+            self.stamp = self.checked = None
+            self.fresh = None if self.fresh is None else False
+            raise
         self.tables, self.stamp = data, stamp(self.path)
 
 
@@ -789,10 +794,9 @@ class User:
             tables = storage.read() or {}
             if storage.checked != storage.stamp:
                 turns = rows(tables, "turns", **TURN)
+                # Else TinyDB would put the next turn over another.
                 if [str(turn["turn"]) for turn in turns] != [*tables.get("turns", {})]:
-                    raise Damaged(
-                        "turns"
-                    )  # TinyDB would put the next turn over another
+                    raise Damaged("turns")
                 summaries = rows(tables, "summary", summary=str, turn=int)
                 storage.part = turns, summaries[0] if summaries else {}
                 storage.checked = storage.stamp
@@ -1274,7 +1278,7 @@ class FactStore(VectorStoreBase):
         return self.cache.get(prefix + text)
 
 
-class Mem0(mem0.memory.main.Memory):
+class Mem0(mem0.Memory):
     """Mem0 on our store, embeddings and history.
 
     Not AsyncMemory, which is the same but sends each step to a thread, five for a fact:
@@ -2205,11 +2209,21 @@ class Memory:
             Forgotten: There is no such user any more.
         """
         async with user.changing:
-            work = self.change_facts, user, change, created_at, begun
-            return await asyncio.to_thread(*work)
+            given_up = threading.Event()
+            work = self.change_facts, user, change, created_at, begun, given_up
+            try:
+                return await asyncio.to_thread(*work)
+            except asyncio.CancelledError:
+                given_up.set()
+                raise
 
     def change_facts(
-        self, user: User, change: Change, created_at: str, begun: Waiting | None
+        self,
+        user: User,
+        change: Change,
+        created_at: str,
+        begun: Waiting | None,
+        given_up: threading.Event,
     ) -> Any:
         """Do what `transact` says, in the thread it is called in."""
         while True:  # again where somebody else has written meanwhile
@@ -2217,11 +2231,9 @@ class Memory:
             if created_at not in ("", base.created_at):
                 raise Forgotten("user")
             tx = Transaction(base.copy(), user.key, waiting)
-            transaction.set(
-                tx
-            )  # in a copy of the context that ends with the thread's call
+            transaction.set(tx)
             result = change(tx)
-            if tx.state == base or user.commit(base, tx):
+            if tx.state == base or given_up.is_set() or user.commit(base, tx):
                 return result
 
     def operate(

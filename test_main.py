@@ -123,7 +123,7 @@ class StandIn:
         await send(
             {"type": "http.response.start", "status": status, "headers": headers}
         )
-        content = json.dumps(value).encode()
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
         await send({"type": "http.response.body", "body": content})
 
     async def embed(self, request, send):
@@ -1423,7 +1423,48 @@ def test_a_kept_connection_that_has_ended_meanwhile_is_no_failure(start):
     assert len(asked) == 5
 
 
-def test_a_proxy_is_used_where_one_is_set_and_not_where_it_is_not_wanted(
+PROXIES = {  # environment → what is used for http://10.1.2.3:8001/v1
+    "none": ({}, None),
+    "http": ({"HTTP_PROXY": "http://p:3128"}, "http://p:3128"),
+    "without a scheme": ({"HTTP_PROXY": "p:3128"}, "http://p:3128"),
+    "another scheme's": ({"HTTPS_PROXY": "http://p:3128"}, None),
+    "for all": ({"ALL_PROXY": "http://p:3128"}, "http://p:3128"),
+    "not for this host": ({"HTTP_PROXY": "http://p", "NO_PROXY": "a,10.1.2.3"}, None),
+    "not for this port": (
+        {"HTTP_PROXY": "http://p", "NO_PROXY": "10.1.2.3:8001"},
+        None,
+    ),
+    "another port": ({"HTTP_PROXY": "http://p", "NO_PROXY": "10.1.2.3:80"}, "http://p"),
+    "not for its net": ({"HTTP_PROXY": "http://p", "NO_PROXY": "a, 10.0.0.0/8"}, None),
+    "another net": ({"HTTP_PROXY": "http://p", "NO_PROXY": "10.9.0.0/16"}, "http://p"),
+    "socks for others": ({"ALL_PROXY": "socks5://p", "NO_PROXY": "10.0.0.0/8"}, None),
+}
+
+
+@pytest.mark.parametrize(("environment", "used"), PROXIES.values(), ids=PROXIES)
+def test_a_proxy_is_taken_from_the_environment(monkeypatch, environment, used):
+    import main
+
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name.lower(), raising=False)
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert main.proxy_for(main.httpx2.URL("http://10.1.2.3:8001/v1")) == used
+
+
+def test_a_socks_proxy_ends_the_start_in_one_sentence(monkeypatch):
+    import main
+
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+    with pytest.raises(SystemExit, match="HTTP proxies"):
+        main.proxy_for(main.httpx2.URL("http://10.1.2.3/v1"))
+
+
+def test_requests_go_through_the_proxy_but_for_hosts_that_want_none(
     start, model, monkeypatch
 ):
     monkeypatch.setenv("HTTP_PROXY", model.url.removesuffix("/v1"))
@@ -1434,6 +1475,34 @@ def test_a_proxy_is_used_where_one_is_set_and_not_where_it_is_not_wanted(
 
     hosts = {headers[b"host"].decode() for headers in model.headers}
     assert hosts == {"models.test", model.url[7:-3]}
+
+
+def test_an_endpoint_may_forbid_to_be_tried_again(chat, model):
+    refusal = {"error": {"message": "no"}}
+    model.replies += [(500, refusal, [(b"x-should-retry", b"false")]), says("Hello.")]
+
+    assert chat.ask("Hi!")[-1]["code"] == "upstream_unavailable"
+
+    assert len(model.requests) == 1
+
+
+NO_ANSWERS = {
+    "leads nowhere": (302, {}),
+    "a huge error": (403, {"error": "x" * 3_000_000}),
+    "a page": (200, b"<html>Please log in.</html>"),
+}
+
+
+@pytest.mark.parametrize("reply", NO_ANSWERS.values(), ids=NO_ANSWERS)
+def test_what_is_no_answer_is_no_bad_one(chat, model, reply, caplog):
+    """A turn with three bad answers counts as learned; with none it waits."""
+    model.operations += [reply] * 2
+    chat.ask("I like tea.")
+    chat.learned()
+
+    assert chat.facts() == ["User likes tea."]
+    assert "no answer while learning" in caplog.text
+    assert "bad answer" not in caplog.text and len(caplog.text) < 50_000
 
 
 def test_an_endpoint_that_fails_in_a_later_round_keeps_what_was_done(chat, model):
@@ -4706,6 +4775,64 @@ async def say(memory, user, session, query, **more):
         row = {"response": "Noted.", "status": "complete", "reasoning_mode": False}
         row |= {"rounds": 1, "tools": [], "started_at": "2026-01-01T00:00:00+00:00"}
         await turn.save(query=query, **(row | more))
+
+
+def test_a_transaction_that_was_given_up_changes_nothing(tmp_path):
+    import memory
+
+    async def trial():
+        service = memory.Memory(tmp_path, scripted, None)
+        await service.open()
+        async with service.turn("ann", A) as turn:
+            user = turn.user
+        begun, go_on = threading.Event(), threading.Event()
+
+        def change(tx):
+            service.mem0.add(
+                "User likes tea.", user_id="ann", infer=False, metadata=META
+            )
+            begun.set()
+            go_on.wait(10)
+
+        task = asyncio.create_task(service.transact(user, change))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.wait([task])
+        go_on.set()
+        await service.transact(user, lambda tx: None)
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert task.cancelled() and not user.begin_learning()[0].facts
+
+    at = "2026-01-01T00:00:00+00:00"
+    META = {"kind": "profile", "importance": 0.5, "frequency": 1, "source": "a/1"}
+    META |= {"created_at": at, "last_seen_at": at}
+    asyncio.run(trial())
+
+
+def test_a_summary_that_could_not_be_written_is_not_kept_in_memory(
+    tmp_path, monkeypatch
+):
+    import memory
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async def talk():
+        service = memory.Memory(tmp_path, scripted, None)
+        await service.open()
+        for n in range(3):
+            await say(service, "ann", A, f"I like w{n}")
+        await service.close()
+        return service.user("ann")
+
+    user = asyncio.run(talk())
+    turns = user.unfolded(A).turns
+    user.fold(A, turns[:1], "first")
+    monkeypatch.setattr(memory, "replace_file", full)
+    with pytest.raises(OSError):
+        user.fold(A, turns[1:2], "second")
+    assert user.unfolded(A) == memory.User(tmp_path, "ann", "").unfolded(A)
+    assert user.unfolded(A).summary == "first"
 
 
 TALKS = [(user, session) for user in ("ann", "bob") for session in (A, B)]
