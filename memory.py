@@ -1849,6 +1849,9 @@ class Memory:
             await asyncio.sleep(QUIET / 4)
             late = time.monotonic() - QUIET
             for user in [u for u in self.users.values() if u.dirty and u.used < late]:
+                # A thread that computes stops the event loop, 5 ms at each of its rounds.
+                if any(other.turns for other in self.users.values()):
+                    await asyncio.sleep(1)
                 await asyncio.to_thread(user.save)
             if self.overflow and len(self.tasks) < MAX_LEARNERS:
                 with suppress(OSError):  # it is tried again
