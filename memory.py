@@ -2250,8 +2250,7 @@ class Memory:
             self.mem0.delete(fact["id"])
             return
         text, seen = operation["text"], operation["turn"]["ended_at"]
-        fresh, vector = {"id": None, "text": text}, vectors.get(text)
-        twin = self.twin(user, tx, fresh, vector)
+        twin = self.twin(user, tx, {"id": None, "text": text}, vectors.get(text))
         if twin and (fact is None or twin["id"] == fact["id"]):
             tx.reinforce(twin, seen)
             return
