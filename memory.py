@@ -276,11 +276,9 @@ def rows(tables: dict[str, dict[str, Any]], table: str, /, **types: Any) -> list
     return found
 
 
-def stands(lock: int, path: Path) -> bool:
-    """Tell whether a descriptor's file is the one at a path."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(lock), os.stat(path))
-    return False
+def stands(lock: int) -> bool:
+    """Tell whether a lock's file has not been unlinked. It is never renamed or replaced."""
+    return os.fstat(lock).st_nlink > 0
 
 
 def lock_file(path: Path, wait: bool = True, make: bool = True) -> int | None:
@@ -301,7 +299,7 @@ def lock_file(path: Path, wait: bool = True, make: bool = True) -> int | None:
                 raise
             return None
         # A deleted user's lock file is deleted too: who waited for it starts again.
-        if stands(lock, path):
+        if stands(lock):
             return lock
         os.close(lock)
 
@@ -323,7 +321,7 @@ async def held(path: Path, longest: float = 0.02) -> AsyncIterator[None]:
         # Who waits for it sees that it is gone, and takes a new one. After its user was
         # deleted the path may already be somebody else's lock.
         try:
-            if stands(lock, path):
+            if stands(lock):
                 path.unlink(missing_ok=True)
         finally:
             os.close(lock)
@@ -699,7 +697,7 @@ class User:
         finally:
             try:
                 here = None in self.known or self.folder.exists()
-                if not here and stands(lock, self.lock_path):
+                if not here and stands(lock):
                     self.lock_path.unlink()  # no trace of who is not here
             finally:
                 os.close(lock)
@@ -780,9 +778,12 @@ class User:
             def there(number: int) -> bool:
                 return os.path.exists(f"{self.folder}/{part_name(session_id, number)}")
 
-            number = number if number and there(number) else 0
-            while there(number + 1):
-                number += 1
+            last = self.read_part(part_name(session_id, number))[0] if number else []
+            # One that is not full is the last: there is nothing else to look for.
+            if not 0 < len(last) < PART_TURNS:
+                number = number if last else 0
+                while there(number + 1):
+                    number += 1
             self.counts[session_id] = number
             self.known.add(session_id)
         return [part_name(session_id, n + 1) for n in range(number)]
@@ -898,13 +899,16 @@ class User:
         # Merged, not sorted: a clock set back must not change a session's order.
         return list(heapq.merge(*each, key=lambda turn: turn["ended_at"]))
 
+    def left(self) -> list[Turn_]:
+        """Return what waits; where nothing does, the lock file says so from now on."""
+        if not (waiting := self.waiting()):
+            os.ftruncate(self.lock, 0)
+        return waiting
+
     def begin_learning(self) -> Waiting:
         with self.locked():
             self.load()
-            waiting = self.waiting()
-            if not waiting:
-                os.ftruncate(self.lock, 0)
-            return self.state, waiting
+            return self.state, self.left()
 
     def commit(self, base: State, tx: "Transaction") -> bool:
         """Write a new state; False where the one it was made from is no longer on disk."""
@@ -912,6 +916,7 @@ class User:
             if self.load() is not base:
                 return False
             self.write(tx.state)
+            tx.waiting = self.left()
         self.sync_facts()
         facts = [("", fact["text"]) for fact in tx.state.facts.values()]
         self.remember(facts + tx.said, tx.vectors)
@@ -1193,7 +1198,7 @@ class Transaction:
 
     state: State  # a copy
     key: str  # the user's folder
-    waiting: list[Turn_]  # turns not yet learned
+    waiting: list[Turn_]  # turns not yet learned; after the commit, those that are left
     vectors: Vectors = field(default_factory=dict)
     said: list[tuple[str, str]] = field(default_factory=list)  # keys and texts
 
@@ -1395,16 +1400,21 @@ def letters(text: str) -> str:
 
 def redact(text: str) -> str:
     """Return a text with "[removed]" for each secret in it, the rest as it was."""
-    for pattern, proof in SECRETS if may_name_secret(text) else SECRETS[:-1]:
-        text = pattern.sub(lambda m, ok=proof: "[removed]" if ok(m[0]) else m[0], text)
+    for pattern, proof, *signs in SECRETS:
+        if may_hold(text, *signs):
+            text = pattern.sub(
+                lambda m, ok=proof: "[removed]" if ok(m[0]) else m[0], text
+            )
     return text
 
 
-def may_name_secret(text: str) -> bool:
-    """Tell whether the last row of SECRETS may find anything: it costs 20 times this look."""
+def may_hold(text: str, digits: bool, words: tuple[str, ...]) -> bool:
+    """Tell whether a text has digits, if need be, and one of the words: a search costs 20 times this."""
+    if digits and not re.search(r"\d", text):
+        return False
     # What else IGNORECASE takes for an i.
-    low = text.casefold().replace("\u0307", "").replace("ı", "i")
-    return any(word in low for word in SECRET_WORDS)
+    plain = text.casefold().replace("\u0307", "").replace("ı", "i")
+    return not words or any(word in plain for word in words)
 
 
 def is_card(text: str) -> bool:
@@ -1457,9 +1467,16 @@ TALK = (
 )
 CLAUSE = r"\S*[^\s.,;!?][^\n.,;!?。，]*"  # to its end, so that no half of a passphrase is left
 
+NAMES = """
+key token passport passeport passaporte reisepass passcode code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز
+ओटीपी social ssn national card driver tax aadha pesel kimlik bsn cpf dni curp ausweis steuer pasaporte seguridad паспорт снилс
+身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro sécurité"""
+PASSWORDS = "pass pwd phrase kennwort contraseña senha wachtwoord hasło парол şifre 密 口令 パスワード 비밀번호 पासवर्ड كلمة"
+KEYS = "begin eyj k- _ glpat- pypi- xox xapp- akia asia aiza ya29. sg. :// bearer"
+# Pattern, proof, and what a text has in which it finds anything: digits, one of some words
 SECRETS = [
-    (any_of(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)"), is_card),
-    (any_of(r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"), is_iban),
+    (any_of(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)"), is_card, True, ()),
+    (any_of(r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"), is_iban, True, ()),
     (
         any_of(
             # Keys show what they are
@@ -1471,6 +1488,14 @@ SECRETS = [
             r"\bA[KS]IA[0-9A-Z]{12,}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}",
             r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",  # https://user:password@host
             r"\bbearer\s+[\w.~+/-]{16,}=*",
+            flags=re.ASCII,  # \b stands between 是 and sk-
+        ),
+        bool,
+        False,
+        tuple(KEYS.split()),
+    ),
+    (
+        any_of(
             # Numbers of a form nothing else has
             r"\b(?!000|666|9)\d{3}-(?!00)\d\d-(?!0000)\d{4}\b",  # US
             r"\b[1-9]\d{5}(?:19|20)\d\d(?:0\d|1[0-2])[0-3]\d{4}[\dX](?![\dX])",  # China
@@ -1479,9 +1504,11 @@ SECRETS = [
             r"\b\d{3}\.\d{3}\.\d{3}-\d\d\b",  # Brazil
             r"\b[A-Z]{6}\d\d[A-Z]\d\d[A-Z]\d{3}[A-Z]\b|\b[A-Z]{4}\d{6}[HM][A-Z]{5}\w\d\b",  # Italy, Mexico
             r"\b[A-Z]{2} ?\d\d ?\d\d ?\d\d ?[A-D]\b",  # UK
-            flags=re.ASCII,  # \b stands between 是 and sk-
+            flags=re.ASCII,
         ),
         bool,
+        True,
+        (),
     ),
     (
         any_of(
@@ -1491,19 +1518,21 @@ SECRETS = [
             DOCUMENT + r"[^\d\n]{0,40}?\b(?!" + A_DATE + r")[A-Z]{0,3}\d(?:[ .-]?\d){5,}[A-Z]?",
             CODE + OF + "(?:" + IS + r"|\W{0,3})(?<!\d)\d(?:[ -]?\d){2,7}\b(?!-)",
             r"\b\d{4,8} (?:is|ist|est|es|é) (?:\S+ ){0,3}?" + CODE,
+        ),
+        bool,
+        True,
+        tuple(NAMES.split()),
+    ),
+    (
+        any_of(
             PASSWORD + OF + IS + r"(?!" + TALK + ")" + CLAUSE,
             PASSWORD + OF + r"(?:\s+(?:(?:is|was|has been) (?:re|now )?(?:set|changed) )?(?:to|auf|en|a|à|на|as))?\s+(?!" + A_DATE + r")(?=\S*\d)\S{4,}",
         ),
         bool,
+        False,
+        tuple(PASSWORDS.split()),
     ),
 ]
-# One of them stands in whatever the last row finds.
-SECRET_WORDS = """
-key token pass pwd phrase kennwort contraseña senha wachtwoord hasło парол şifre 密 口令 パスワード 비밀번호 पासवर्ड كلمة
-code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز ओटीपी
-social ssn national card driver tax aadha pesel kimlik bsn cpf dni curp ausweis steuer pasaporte seguridad паспорт снилс
-身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro"""
-SECRET_WORDS = tuple(SECRET_WORDS.split())
 NOW = r"(?:today|tonight|(?:right )?now|currently|at the moment|this (?:morning|afternoon|evening))"
 EPHEMERAL = any_of(
     r"\b(?:is|feels?|feeling|was)(?: (?:so|very|really|a bit|too|just|still|" + NOW + r"))* (?:tired|exhausted|hungry|thirsty"
@@ -1726,7 +1755,7 @@ class Hints:
         lines = ["[MEMORY HINTS]", f"Today is {day:%A}, {in_words(f'{day:%Y-%m-%d}')}."]
         if self.facts or self.said:
             lines.append(USE_HINTS)
-        lines += [f"- {one_line(fact['text'])}" for fact in self.facts]
+        lines += [hint_line(fact["text"]) for fact in self.facts]
         if self.said:
             lines.append("The user just said, newest first (newer than the above):")
         lines += [f'- "{text}"' for text in self.said]
@@ -2122,7 +2151,8 @@ class Memory:
                 pause = min(60.0, pause * 2)
                 continue
             self.note("learning", failed=False)
-            await self.apply(user, (state, waiting), batch, operations)
+            if await self.apply(user, (state, waiting), batch, operations):
+                return
 
     def batch(self, waiting: list[Turn_], bad: Counter[str]) -> list[Turn_]:
         """Return the first turns to learn together; after two bad answers each one alone."""
@@ -2154,11 +2184,12 @@ class Memory:
             texts, today = [fact["text"] for fact in shown], batch[-1]["ended_at"][:10]
             return message("user", learning_request(today, texts, turns))
 
-        asked = await asyncio.to_thread(request)  # of long texts a matter of 100 ms
+        size = sum(len(turn["query"] + turn["response"]) for turn in batch)
+        asked = await looked_through(size, request)
         form = OPERATIONS_SCHEMA if shown else ADDS_SCHEMA
         answer = await self.complete([*LEARN_MESSAGES, asked], form)
         proposed = parse_answer(answer, "operations", list)
-        return await asyncio.to_thread(admit, proposed, shown, batch)
+        return await looked_through(size + len(answer), admit, proposed, shown, batch)
 
     async def shown(self, user: User, state: State, batch: list[Turn_]) -> list[Fact]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
@@ -2171,29 +2202,34 @@ class Memory:
 
     async def apply(
         self, user: User, begun: Waiting, batch: list[Turn_], operations: list
-    ) -> None:
-        """Write what a batch changes and that it is learned: together, once, or not at all."""
+    ) -> bool:
+        """Write what a batch changes and that it is learned: together, once, or not at all.
+
+        Tell whether nothing else waits to be learned.
+        """
         said = [(key, text) for key, text, _ in spoken(batch)]
         texts = [op["text"] for op in operations if op["op"] != "delete"]
         vectors = await self.vectors(texts + [text for _, text in said], 10)
 
-        def change(tx: Transaction) -> None:
+        def change(tx: Transaction) -> Transaction | None:
             if any(turn not in tx.waiting for turn in batch):
-                return  # deleted, or learned by somebody else
+                return None  # deleted, or learned by somebody else
             tx.vectors, tx.said = dict(vectors), said
             for operation in operations:
                 self.operate(user, tx, operation, vectors)
             for turn in batch:
                 tx.state.learned[turn["session_id"]] = turn["turn"]
             self.tidy(tx)
+            return tx
 
         user.queries |= {place(turn): turn["query"][:500] for turn in batch}
-        await self.transact(user, change, begun=begun)
+        done = await self.transact(user, change, begun=begun)
         self.mend(user)
         last = {turn["session_id"]: turn["turn"] for turn in batch}
         for session_id, number in last.items():
             if SUMMARIES and number > 2 * HISTORY_TURNS:
                 await self.fold(user, session_id)
+        return bool(done) and not done.waiting
 
     async def transact(
         self,
@@ -2369,6 +2405,13 @@ def plainly(text: str) -> str:
     return folded(text).strip(" .!")
 
 
+async def looked_through(size: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call what looks through a number of characters: many take 100 ms, few less than a thread does."""
+    if size < 1500:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
 async def wait(event: asyncio.Event, seconds: float) -> None:
     """Wait for an event, but not longer than that."""
     with suppress(TimeoutError):
@@ -2422,9 +2465,11 @@ class Turn:
             more = [pair for pair in found if pair[1]["id"] not in have]
             room -= sum(line_tokens(fact["text"]) for _, fact in chosen)
             chosen += take(more[:HINT_K], room)
-        shown = [fact | {"score": round(score, 4)} for score, fact in chosen]
-        names = ("id", "text", "kind", "score")
-        return Hints([{n: fact[n] for n in names} for fact in shown], said, degraded)
+        known = [
+            {n: fact[n] for n in ("id", "text", "kind")} | {"score": round(score, 4)}
+            for score, fact in chosen
+        ]
+        return Hints(known, said, degraded)
 
     def save(self, **turn: Any) -> asyncio.Future[None]:
         """Write the turn at the end of the transcript; it is durable when this is done.
@@ -2446,7 +2491,7 @@ class Turn:
     async def fetch_memory(self, query: str, k: int = 5) -> str:
         """Search what is known about the user; use it when the hints do not hold the answer."""
         found, _ = await self.memory.search(self.user, query, max(1, min(k, 20)))
-        lines = [f"- {one_line(fact['text'])}" for _, fact in found]
+        lines = [hint_line(fact["text"]) for _, fact in found]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
     async def propose_memory(self, items: list[str]) -> list[dict[str, Any]]:
@@ -2493,8 +2538,8 @@ class Turn:
         if not facts:
             return "Nothing was forgotten: no fact fits."
         if len(facts) > 1:
-            listed = "".join(f"\n- {one_line(fact['text'])}" for fact in facts)
-            return f"Nothing was forgotten. Ask which of these is meant:{listed}"
+            listed = "\n".join(hint_line(fact["text"]) for fact in facts)
+            return f"Nothing was forgotten. Ask which of these is meant:\n{listed}"
         id, text = facts[0]["id"], facts[0]["text"]
 
         def change(tx: Transaction) -> bool:
@@ -2538,6 +2583,11 @@ def support(text: str, spoken: set[str]) -> tuple[float, str]:
 def quoted(text: str) -> str:
     """Return what a user said as a line of the hints."""
     return one_line(redact(text))[:200]
+
+
+@functools.lru_cache(maxsize=4096)
+def hint_line(text: str) -> str:
+    return f"- {one_line(text)}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4008,12 +4008,20 @@ def test_secrets_are_cut_out_and_the_rest_stays(text, left):
 def test_the_quick_look_for_secrets_misses_none(data):
     import memory
 
-    named = memory.PASSWORD, memory.CODE, memory.DOCUMENT
-    patterns = [memory.any_of(pattern) for pattern in named] + [memory.SECRETS[-1][0]]
-    pattern = data.draw(st.sampled_from(patterns))
+    searched = [(pattern, *signs) for pattern, _, *signs in memory.SECRETS]
+    names, passwords = searched[-2][2], searched[-1][2]
+    searched += [
+        (memory.any_of(part), False, words)
+        for words, parts in {
+            names: (memory.CODE, memory.DOCUMENT),
+            passwords: [memory.PASSWORD],
+        }.items()
+        for part in parts
+    ]
+    pattern, *signs = data.draw(st.sampled_from(searched))
     text = data.draw(st.from_regex(pattern))
 
-    assert memory.may_name_secret(text) or not pattern.search(text)
+    assert memory.may_hold(text, *signs) or not pattern.search(text)
 
 
 @pytest.mark.parametrize(("a", "b", "same"), SAME)
