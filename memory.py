@@ -34,6 +34,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -139,6 +140,7 @@ def now() -> str:
 # --- Files ---
 
 
+@functools.lru_cache(maxsize=4096)
 def normal_name(name: str) -> str:
     """Return a user's name in the one form that folders, locks and tokens use; ValueError: none."""
     name = unicodedata.normalize("NFC", name.strip())
@@ -1940,7 +1942,9 @@ class Memory:
         user = self.users.pop(key, None) or User(self.root, key, self.model)
         self.users[key] = user
         user.used = time.monotonic()
-        for other in list(self.users.values())[: max(0, len(self.users) - OPEN_USERS)]:
+        for other in [
+            *islice(self.users.values(), max(0, len(self.users) - OPEN_USERS))
+        ]:
             if not (other.turns or other.learner or other.dirty):
                 del self.users[other.key]
         return user

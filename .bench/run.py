@@ -1,6 +1,6 @@
 """Speed, side by side: this service, a plain pass-through, and Mem0's documented loop.
 
-    python .bench/run.py [--quick] [--only start,compare,more,costs]
+    python .bench/run.py [--quick] [--one-cpu] [--only start,compare,more,costs]
 
 A scripted endpoint (first token after 50 ms, 40 tokens 2 ms apart, embeddings 15 ms,
 extraction 300 ms) and the servers run as real processes, each by `uvicorn … --log-level
@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 FIRST_TOKEN, GAP, TOKENS = 0.050, 0.002, 40  # seconds, seconds, a reply
 EMBEDDING, EXTRACTION = 0.015, 0.300  # seconds
 DIMENSION = 1536
-CHATS = {1: 16, 16: 320, 64: 768, 256: 1024}  # a round, by clients
+CHATS = {1: 16, 16: 640, 64: 1280, 256: 1536}  # a round, by clients
 FEWER = {1: 6, 16: 32, 64: 64, 256: 256}  # for Mem0, which manages 10 a second
 ROUNDS = 3
 PATIENCE = 120.0  # seconds for a round
@@ -302,6 +302,7 @@ COMMANDS = {
     "Mem0": ["-m", "uvicorn", "run:mem0", "--factory", "--log-level", "warning"],
 }
 COMMANDS["Mem0, later"] = COMMANDS["Mem0"]
+COMMANDS["service, 1 CPU"] = COMMANDS["service"]
 
 
 class Server:
@@ -319,10 +320,11 @@ class Server:
         own = {name: str(self.folder / name) for name in ("DATA_DIR", "MEM0_DIR")}
         own["PYTHONPATH"] = str(HERE)  # plain and mem0, for uvicorn
         own |= {"ADD_LATER": "1"} if "later" in kind else {}
+        one = ["taskset", "-c", "0"] if "1 CPU" in kind else []
         self.log, began = self.folder / "log", time.perf_counter()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *COMMANDS[kind], "--port", str(self.port)],
+                [*one, sys.executable, *COMMANDS[kind], "--port", str(self.port)],
                 env=os.environ | settings | own,
                 cwd=HERE.parent,  # `python -m` imports from there before anywhere else
                 stdout=log,
@@ -357,7 +359,7 @@ class Server:
 
     def learning(self) -> bool:
         """Tell whether anything waits to be learned; the service notes it in lock files."""
-        if self.kind == "service":
+        if self.kind.startswith("service"):
             with suppress(FileNotFoundError):  # lock files come and go
                 locks = os.scandir(self.folder / "DATA_DIR/.locks")
                 return any(lock.stat().st_size for lock in locks)
@@ -454,7 +456,7 @@ def next_request(server: Server, user: str) -> bytes:
         prompt.append({"role": "user", "content": text})
         body = {"model": "scripted", "messages": prompt, "stream": True}
         path = "/v1/chat/completions"
-    elif server.kind == "service":
+    elif server.kind.startswith("service"):
         name = f"{user}/{turn // server.turns_a_session}"
         body["session_id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, name))
     content = json.dumps(body).encode()
@@ -656,6 +658,9 @@ def main() -> None:
     parser.add_argument(
         "--later", action="store_true", help="Mem0 with add in a task too"
     )
+    parser.add_argument(
+        "--one-cpu", action="store_true", help="the service by taskset on one CPU too"
+    )
     parser.add_argument("--only", default="start,compare,more,costs")
     parser.add_argument("--endpoint", action="store_true", help="be the endpoint")
     parser.add_argument("--port", type=int)
@@ -664,6 +669,7 @@ def main() -> None:
         return uvloop.run(serve_endpoint(arguments.port))
     print(*machine(), sep="\n")
     kinds = ["plain", "service", "Mem0"] + ["Mem0, later"] * arguments.later
+    kinds += ["service, 1 CPU"] * arguments.one_cpu
     parts, began = arguments.only.split(","), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
