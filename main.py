@@ -210,7 +210,7 @@ class Events(StreamingResponse):
         self.lines: list[bytes] = []
         self.unread = 0  # bytes in lines
         self.ready = asyncio.Event()
-        self.ready.set()  # the head is sent before there is a body
+        self.over = False  # nothing more comes
         self.task: asyncio.Task[Any] | None = None  # that sends
         self.cut = False  # the client is given up
         self.loop = asyncio.get_running_loop()
@@ -244,15 +244,16 @@ class Events(StreamingResponse):
             await self.ready.wait()
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start"} | head)
-            while self.lines or not self.turn.done():
+            over = False
+            while not over:
                 await self.ready.wait()
                 self.ready.clear()
                 lines, self.lines, self.unread = self.lines, [], 0
-                if lines:
-                    self.stuck = self.now()
-                    await send(body | {"body": b"".join(lines)})
-                    self.stuck = math.inf
-            await send(body | {"more_body": False})
+                # Of a turn that was cancelled `stopped` has the last word.
+                over = self.over or (self.turn.done() and not self.turn.cancelled())
+                self.stuck = self.now()
+                await send(body | {"body": b"".join(lines), "more_body": not over})
+                self.stuck = math.inf
         except asyncio.CancelledError:
             if not self.cut:
                 raise
@@ -265,6 +266,8 @@ class Events(StreamingResponse):
     def stopped(self, turn: asyncio.Task[None]) -> None:
         if turn.cancelled():  # else a client would take half an answer for all of it
             self.emit("error", code=UNAVAILABLE, message="The service stops.")
+        self.over = True
+        self.ready.set()
 
     def give_up(self) -> None:
         self.lines.clear()
@@ -291,7 +294,6 @@ class Completion(Events):
 
     def __init__(self, service: "Service", ask: Ask, stream: bool, usage: bool):
         super().__init__("text/event-stream" if stream else "application/json")
-        self.ready.clear()  # the status shows with the first event
         self.status_code = 503  # until there is something to send
         self.service, self.stream, self.usage = service, stream, usage
         self.hold = HOLD if stream and not ask.tools else 0.0
@@ -1254,7 +1256,6 @@ class Service:
         self.turns[task] = key
         task.add_done_callback(self.turns.pop)
         task.add_done_callback(events.stopped)
-        task.add_done_callback(lambda _: events.ready.set())
         return events
 
     def cancel_turns(self) -> None:
