@@ -1124,6 +1124,43 @@ def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(
     assert seen < len(long) * 800
 
 
+@pytest.mark.parametrize("end", ["done", "error"])
+def test_the_last_event_leaves_with_the_end_of_the_answer(end):
+    import main
+
+    async def answer():
+        sent, events = [], main.Events()
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        async def turn():
+            await asyncio.sleep(0.01)
+            events.emit("token", round=1, text="a")
+            if end == "error":  # stopped just when there is something to send
+                raise asyncio.CancelledError
+            await asyncio.sleep(0)
+            events.emit("done")
+
+        events.turn = asyncio.create_task(turn())
+        events.turn.add_done_callback(events.stopped)
+        await asyncio.wait_for(events({}, receive, send), 10)
+        return sent
+
+    head, *bodies = asyncio.run(answer())
+
+    assert head["type"] == "http.response.start"
+    assert [body["more_body"] for body in bodies] == [True] * (len(bodies) - 1) + [
+        False
+    ]
+    lines = b"".join(body["body"] for body in bodies).splitlines()
+    assert [json.loads(line)["type"] for line in lines] == ["token", end]
+    assert json.loads(bodies[-1]["body"].splitlines()[-1])["type"] == end
+
+
 def test_a_client_that_takes_nothing_for_a_minute_is_cut(chat, model, monkeypatch):
     import main
 
