@@ -1271,18 +1271,17 @@ class Service:
                 return await self.answer(turn, ask, events)
         except Failure as error:
             log.warning("turn failed: %s: %.500r", error.args[0], error.__cause__)
-            failure = error
+            code, said = error.args  # not the error: it holds all of the turn
         except Forgotten:
+            code = "storage_failed"
             said = "The user or session was deleted during the turn; nothing was kept."
-            failure = Failure("storage_failed", said)
         except OSError:
             log.exception("the user's files cannot be read or written")
-            failure = Failure("storage_failed", "The turn could not be written.")
+            code, said = "storage_failed", "The turn could not be written."
         except Exception:
             log.exception("a turn failed by our fault")
-            failure = Failure("internal", "Something went wrong on our side.")
-        code, message = failure.args
-        events.emit("error", code=code, message=message)
+            code, said = "internal", "Something went wrong on our side."
+        events.emit("error", code=code, message=said)
 
     async def answer(self, turn: Turn | None, ask: Ask, events: Events) -> None:
         began, loop = memory.now(), Loop(self, turn, events, ask)

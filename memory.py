@@ -278,9 +278,11 @@ def rows(tables: dict[str, dict[str, Any]], table: str, /, **types: Any) -> list
     return found
 
 
-def stands(lock: int) -> bool:
-    """Tell whether a lock's file has not been unlinked. It is never renamed or replaced."""
-    return os.fstat(lock).st_nlink > 0
+def stands(lock: int, path: Path) -> bool:
+    """Tell whether a descriptor's file is the one at a path."""
+    with suppress(FileNotFoundError):  # no count of links: NFS keeps one
+        return os.path.samestat(os.fstat(lock), os.stat(path))
+    return False
 
 
 def lock_file(path: Path, wait: bool = True, make: bool = True) -> int | None:
@@ -301,7 +303,7 @@ def lock_file(path: Path, wait: bool = True, make: bool = True) -> int | None:
                 raise
             return None
         # A deleted user's lock file is deleted too: who waited for it starts again.
-        if stands(lock):
+        if stands(lock, path):
             return lock
         os.close(lock)
 
@@ -323,7 +325,7 @@ async def held(path: Path, longest: float = 0.02) -> AsyncIterator[None]:
         # Who waits for it sees that it is gone, and takes a new one. After its user was
         # deleted the path may already be somebody else's lock.
         try:
-            if stands(lock):
+            if stands(lock, path):
                 path.unlink(missing_ok=True)
         finally:
             os.close(lock)
@@ -699,7 +701,7 @@ class User:
         finally:
             try:
                 here = None in self.known or self.folder.exists()
-                if not here and stands(lock):
+                if not here and stands(lock, self.lock_path):
                     self.lock_path.unlink()  # no trace of who is not here
             finally:
                 os.close(lock)
@@ -780,10 +782,11 @@ class User:
             def there(number: int) -> bool:
                 return os.path.exists(f"{self.folder}/{part_name(session_id, number)}")
 
-            last = self.read_part(part_name(session_id, number))[0] if number else []
+            file = part_name(session_id, number)
+            last = self.read_part(file)[0] if file in self.files else []
             # One that is not full is the last: there is nothing else to look for.
-            if not 0 < len(last) < PART_TURNS:
-                number = number if last else 0
+            if not (number and 0 < len(last) < PART_TURNS):
+                number = number if number and there(number) else 0
                 while there(number + 1):
                     number += 1
             self.counts[session_id] = number
@@ -918,7 +921,8 @@ class User:
             if self.load() is not base:
                 return False
             self.write(tx.state)
-            tx.waiting = self.left()
+            with suppress(OSError):  # what is written stands; it is looked for again
+                tx.waiting = self.left()
         self.sync_facts()
         facts = [("", fact["text"]) for fact in tx.state.facts.values()]
         self.remember(facts + tx.said, tx.vectors)
@@ -1402,21 +1406,26 @@ def letters(text: str) -> str:
 
 def redact(text: str) -> str:
     """Return a text with "[removed]" for each secret in it, the rest as it was."""
-    for pattern, proof, *signs in SECRETS:
-        if may_hold(text, *signs):
+    for pattern, proof, signs in SECRETS:
+        if may_hold(text, signs):
             text = pattern.sub(
                 lambda m, ok=proof: "[removed]" if ok(m[0]) else m[0], text
             )
     return text
 
 
-def may_hold(text: str, digits: bool, words: tuple[str, ...]) -> bool:
-    """Tell whether a text has digits, if need be, and one of the words: a search costs 20 times this."""
-    if digits and not re.search(r"\d", text):
-        return False
+def may_hold(text: str, signs: dict[bool, str]) -> bool:
+    """Tell whether a text has one of the words named, and digits where they must be there too.
+
+    A search costs 20 times this look.
+    """
     # What else IGNORECASE takes for an i.
     plain = text.casefold().replace("\u0307", "").replace("ı", "i")
-    return not words or any(word in plain for word in words)
+    digits = re.search(r"\d", text)
+    return any(
+        (digits or not needed) and any(word in plain for word in words.split(" "))
+        for needed, words in signs.items()
+    )
 
 
 def is_card(text: str) -> bool:
@@ -1429,7 +1438,10 @@ def is_card(text: str) -> bool:
 def is_iban(text: str) -> bool:
     """ISO 7064: letters as numbers, the first four last, leaves 1 modulo 97."""
     code = letters(text)
-    return int("".join(str(int(c, 36)) for c in code[4:] + code[:4])) % 97 == 1
+    try:
+        return int("".join(str(int(c, 36)) for c in code[4:] + code[:4])) % 97 == 1
+    except ValueError:  # ı, which IGNORECASE takes for an i
+        return False
 
 
 def any_of(*patterns: str, flags: int = 0) -> re.Pattern[str]:
@@ -1469,16 +1481,17 @@ TALK = (
 )
 CLAUSE = r"\S*[^\s.,;!?][^\n.,;!?。，]*"  # to its end, so that no half of a passphrase is left
 
-NAMES = """
-key token passport passeport passaporte reisepass passcode code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز
-ओटीपी social ssn national card driver tax aadha pesel kimlik bsn cpf dni curp ausweis steuer pasaporte seguridad паспорт снилс
-身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro sécurité"""
+NAMES = (
+    "key token passport passeport passaporte reisepass passcode code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز"
+    " ओटीपी social ssn national card driver tax aadha pesel kimlik bsn cpf dni curp ausweis steuer pasaporte seguridad паспорт снилс"
+    " 身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro sécurité"
+)
 PASSWORDS = "pass pwd phrase kennwort contraseña senha wachtwoord hasło парол şifre 密 口令 パスワード 비밀번호 पासवर्ड كلمة"
 KEYS = "begin eyj k- _ glpat- pypi- xox xapp- akia asia aiza ya29. sg. :// bearer"
-# Pattern, proof, and what a text has in which it finds anything: digits, one of some words
+# Pattern, proof, and words of which a text has one in which it finds anything; True: and digits
 SECRETS = [
-    (any_of(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)"), is_card, True, ()),
-    (any_of(r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"), is_iban, True, ()),
+    (any_of(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)"), is_card, {True: ""}),
+    (any_of(r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"), is_iban, {True: ""}),
     (
         any_of(
             # Keys show what they are
@@ -1493,8 +1506,7 @@ SECRETS = [
             flags=re.ASCII,  # \b stands between 是 and sk-
         ),
         bool,
-        False,
-        tuple(KEYS.split()),
+        {False: KEYS},
     ),
     (
         any_of(
@@ -1509,8 +1521,7 @@ SECRETS = [
             flags=re.ASCII,
         ),
         bool,
-        True,
-        (),
+        {True: ""},
     ),
     (
         any_of(
@@ -1520,19 +1531,11 @@ SECRETS = [
             DOCUMENT + r"[^\d\n]{0,40}?\b(?!" + A_DATE + r")[A-Z]{0,3}\d(?:[ .-]?\d){5,}[A-Z]?",
             CODE + OF + "(?:" + IS + r"|\W{0,3})(?<!\d)\d(?:[ -]?\d){2,7}\b(?!-)",
             r"\b\d{4,8} (?:is|ist|est|es|é) (?:\S+ ){0,3}?" + CODE,
-        ),
-        bool,
-        True,
-        tuple(NAMES.split()),
-    ),
-    (
-        any_of(
             PASSWORD + OF + IS + r"(?!" + TALK + ")" + CLAUSE,
             PASSWORD + OF + r"(?:\s+(?:(?:is|was|has been) (?:re|now )?(?:set|changed) )?(?:to|auf|en|a|à|на|as))?\s+(?!" + A_DATE + r")(?=\S*\d)\S{4,}",
         ),
         bool,
-        False,
-        tuple(PASSWORDS.split()),
+        {False: PASSWORDS, True: NAMES},
     ),
 ]
 NOW = r"(?:today|tonight|(?:right )?now|currently|at the moment|this (?:morning|afternoon|evening))"
