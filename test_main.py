@@ -6737,6 +6737,7 @@ def test_without_a_name_or_with_memory_off_there_is_no_trace(start, model, given
 def test_memory_off_does_not_read_what_is_known(chat, model):
     chat.ask("I like tea.")
     chat.learned()
+    wait_for(lambda: chat.service.memory.named("ann").learner is None)  # and its lock
     before = files(chat.folder)
     complete(chat, "Do I like tea?", user="ann", store=False)
     complete(chat, "Do I like tea?", user="ann", headers={"X-Memory": "off"})
