@@ -239,7 +239,7 @@ class Events(StreamingResponse):
         left.add_done_callback(lambda _: self.turn.cancel())
         self.latest = self.now()
         self.watch()
-        body = {"type": "http.response.body", "more_body": True}
+        body = {"type": "http.response.body"}
         try:
             await self.ready.wait()
             head = {"status": self.status_code, "headers": self.raw_headers}

@@ -1482,9 +1482,9 @@ TALK = (
 CLAUSE = r"\S*[^\s.,;!?][^\n.,;!?。，]*"  # to its end, so that no half of a passphrase is left
 
 NAMES = (
-    "key token passport passeport passaporte reisepass passcode code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز"
+    "key token code otp tan cvc cvv pin código codice код пин doğrulama 验证码 驗證碼 認証 暗証 رمز"
     " ओटीपी social ssn national card driver tax aadha pesel kimlik bsn cpf dni curp ausweis steuer pasaporte seguridad паспорт снилс"
-    " 身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro sécurité"
+    " 身 护照 マイナンバー パスポート 주민 आधार رقم جواز account kartennummer numéro"
 )
 PASSWORDS = "pass pwd phrase kennwort contraseña senha wachtwoord hasło парол şifre 密 口令 パスワード 비밀번호 पासवर्ड كلمة"
 KEYS = "begin eyj k- _ glpat- pypi- xox xapp- akia asia aiza ya29. sg. :// bearer"
@@ -1945,9 +1945,8 @@ class Memory:
         user = self.users.pop(key, None) or User(self.root, key, self.model)
         self.users[key] = user
         user.used = time.monotonic()
-        for other in [
-            *islice(self.users.values(), max(0, len(self.users) - OPEN_USERS))
-        ]:
+        over = max(0, len(self.users) - OPEN_USERS)
+        for other in [*islice(self.users.values(), over)]:
             if not (other.turns or other.learner or other.dirty):
                 del self.users[other.key]
         return user
