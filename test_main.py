@@ -7350,6 +7350,7 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
 def test_a_look_at_health_holds_for_a_while_and_leaves_no_trace(chat, model):
     chat.ask("I like tea.")
     chat.learned()
+    wait_for(lambda: chat.service.memory.named("ann").learner is None)  # and its lock
     before = files(chat.folder)
     first = chat.http.get("/health").json()
     model.hold_learning.clear()
