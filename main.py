@@ -18,8 +18,11 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import signal
+import socket
+import sys
 import threading
 import time
 import unicodedata
@@ -30,6 +33,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import UUID
 
@@ -90,6 +94,7 @@ UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 SHUTDOWN_GRACE = setting("SHUTDOWN_GRACE", 10.0)  # seconds for running turns to end
+ONE_CPU = setting("ONE_CPU", 1)  # 0: threads run where the system puts them
 for url in ("OPENAI_BASE_URL", "EMBEDDING_BASE_URL", "RERANK_BASE_URL"):
     if not re.match(r"https?://[^/@]+(/|$)|$", os.environ.get(url, "")):
         raise SystemExit(
@@ -1420,8 +1425,11 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
             asked = [endpoint.warm() for endpoint in service.endpoints()]
             asked += [service.discover()] if service.chat else []
             await asyncio.gather(*asked, return_exceptions=True)
-    if threading.current_thread() is threading.main_thread():
+    kept = None
+    if threading.current_thread() is threading.main_thread():  # the process is ours
         on_stop(service)
+        if ONE_CPU and sys.platform == "linux":
+            kept = asyncio.create_task(keep_to_one_cpu())
     # Looking through all that was imported, again and again, took a tenth of the CPU, and
     # all that users have in memory, each 70,000 objects, another tenth.
     gc.collect()
@@ -1430,6 +1438,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     service.cancel_turns()
     await asyncio.gather(*service.turns, return_exceptions=True)
+    if kept:
+        kept.cancel()
+        await asyncio.gather(kept, return_exceptions=True)
     await service.memory.close()
     for endpoint in service.endpoints():
         await endpoint.close()
@@ -1473,6 +1484,69 @@ def on_stop(service: Service) -> None:
                 server(number, frame)
 
         signal.signal(number, handle)
+
+
+async def keep_to_one_cpu() -> None:
+    """Run all threads of this process on one CPU, one for each process of this service.
+
+    They share an interpreter, so that one runs at a time anyhow; spread over CPUs they
+    wake each other across them, which took a third of all CPU time (README, How fast).
+    It moves on from a CPU that others crowd; with none left its threads may use all.
+    """
+    cpus = os.sched_getaffinity(0)
+    try:
+        for cpu in random.sample(sorted(cpus), len(cpus) if len(cpus) > 1 else 0):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+                try:
+                    # A name of Linux's own, in no file: gone when the process is.
+                    claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
+                except OSError:  # another process has it
+                    continue
+                run_on({cpu})
+                before = after = await asyncio.to_thread(cpu_times)
+                while not crowded(cpu, cpus, before, after):
+                    await asyncio.sleep(10)
+                    before, after = after, await asyncio.to_thread(cpu_times)
+                log.warning("Left CPU %d, which other programs keep busy", cpu)
+    except Exception:  # whatever /proc holds here: the service runs all the same
+        log.warning("Threads cannot be kept on one CPU", exc_info=True)
+    finally:
+        run_on(cpus)
+
+
+def run_on(cpus: set[int]) -> None:
+    """Let all threads of this process, and those they start, run on these CPUs alone."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def cpu_times() -> tuple[float, dict[int, list[int]]]:
+    """Return the CPU time of this process, and of each CPU [busy, idle], all in ticks."""
+    times = {}
+    for line in Path("/proc/stat").read_text().splitlines():
+        if found := re.match(r"cpu(\d+) (.+)", line):
+            ticks = [int(text) for text in found[2].split()[:8]]
+            idle = ticks[3] + ticks[4]
+            times[int(found[1])] = [sum(ticks) - idle, idle]
+    return time.process_time() * os.sysconf("SC_CLK_TCK"), times
+
+
+def crowded(cpu: int, cpus: set[int], before: tuple, after: tuple) -> bool:
+    """Tell whether others kept this process's CPU busy while another was half idle.
+
+    Args:
+        cpu, cpus: The one that it is on, and those that it may use.
+        before, after: Two looks at cpu_times.
+    """
+    own, idle = 0.0, {}
+    for other in cpus & before[1].keys() & after[1].keys():
+        busy, free = (b - a for a, b in zip(before[1][other], after[1][other]))
+        idle[other] = free / (busy + free or 1)
+        if other == cpu:
+            own = (after[0] - before[0]) / (busy + free or 1)
+    full = idle.pop(cpu, 1) < 0.1 and 0.1 < own < 0.7
+    return full and max(idle.values(), default=0) > 0.5
 
 
 # No documentation pages: they load scripts from elsewhere, and would be open to all.

@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -2155,6 +2155,119 @@ def test_a_bad_setting_ends_the_start_with_one_clear_line(tmp_path, name, value)
 
     [line] = (stdout + stderr).strip().splitlines()
     assert name in line and "Traceback" not in line
+
+
+# --- One CPU a process ---
+
+CPUS = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+many_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="there is one CPU, or no choice")
+
+
+@contextmanager
+def all_taken_but_one():
+    """Keep services off all CPUs but one, as other services would; yield that one."""
+    with ExitStack() as stack:
+        free = []
+        for cpu in sorted(CPUS):
+            claim = stack.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            )
+            with suppress(OSError):  # taken by a service on this machine
+                claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
+                free.append((cpu, claim))
+        if not free:
+            pytest.skip("other services have all CPUs")
+        cpu, claim = free[-1]
+        claim.close()
+        yield cpu
+
+
+def cpus_of(chat):
+    """Return the CPUs that each thread of a service may use, without repeats."""
+    found = set()
+    for thread in os.listdir(f"/proc/{chat.process.pid}/task"):
+        with suppress(ProcessLookupError):  # it has just ended
+            found.add(frozenset(os.sched_getaffinity(int(thread))))
+    return found
+
+
+@many_cpus
+def test_each_service_has_a_cpu_of_its_own_and_the_next_takes_one_given_up(
+    model, tmp_path
+):
+    with all_taken_but_one() as cpu:
+        with process(tmp_path, model.url) as chat, process(tmp_path, model.url) as more:
+            assert answer(chat.ask("I like tea.")) and answer(
+                more.ask("Hello.", user="bob")
+            )
+            chat.learned()
+            assert cpus_of(chat) == {frozenset([cpu])}
+            assert cpus_of(more) == {frozenset(CPUS)}  # not two on one
+            chat.process.send_signal(signal.SIGKILL)
+            chat.process.wait(20)
+        with process(tmp_path, model.url) as chat:
+            wait_for(lambda: cpus_of(chat) == {frozenset([cpu])})
+    with process(tmp_path, model.url, ONE_CPU="0") as chat:
+        assert answer(chat.ask("Hello.")) and cpus_of(chat) == {frozenset(CPUS)}
+
+
+@many_cpus
+def test_a_process_that_goes_on_after_the_service_has_its_cpus_back(tmp_path):
+    script = """if True:
+        import asyncio, os, main
+        async def go():
+            async with main.lifespan(main.app):
+                while len(os.sched_getaffinity(0)) > 1:
+                    await asyncio.sleep(0.01)
+        asyncio.run(asyncio.wait_for(go(), 20))
+        print(os.sched_getaffinity(0))"""
+    known = {"DATA_DIR": str(tmp_path / "unused"), "PATH": os.environ["PATH"]}
+    with all_taken_but_one():
+        ran = subprocess.run(
+            [sys.executable, "-c", script], cwd=Path(tools.__file__).parent,
+            env=known | {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"},
+            capture_output=True, check=False, text=True, timeout=60,
+        )  # fmt: skip
+    assert ran.stdout == f"{CPUS}\n", ran.stderr
+
+
+# Ticks of this process, then [busy, idle] of CPU 0, which it is on, and of 1 and 2.
+LOADS = {
+    "others have half of it, another is idle": (50, [98, 2], [10, 90], [99, 1], True),
+    "others have most of it": (15, [99, 1], [99, 1], [40, 60], True),
+    "nothing is idle": (50, [98, 2], [60, 40], [99, 1], False),
+    "this process fills it": (95, [99, 1], [0, 100], [0, 100], False),
+    "it is not full": (50, [85, 15], [0, 100], [0, 100], False),
+    "this process needs none": (2, [100, 0], [0, 100], [0, 100], False),
+    "no time has passed": (0, [0, 0], [0, 0], [0, 0], False),
+    "one not ours is idle": (50, [98, 2], [98, 2], [98, 2], False),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_cpu_is_crowded_where_others_fill_it_and_another_is_idle(load):
+    import main
+
+    own, *spent, expected = LOADS[load]
+    before = 1_000.0, {cpu: [7_000 * cpu, 9_000] for cpu in range(4)}
+    after = {cpu: [7_000 * cpu + b, 9_000 + i] for cpu, (b, i) in enumerate(spent)}
+    after[3] = [21_000, 9_100]
+    assert main.crowded(0, {0, 1, 2}, before, (1_000 + own, after)) is expected
+
+
+@many_cpus
+def test_cpu_times_are_those_of_the_cpu_that_worked():
+    import main
+
+    before, began = main.cpu_times(), time.process_time()
+    while time.process_time() < began + 0.3:
+        pass
+    after = main.cpu_times()
+    assert CPUS <= after[1].keys()
+    ticks = 0.3 * os.sysconf("SC_CLK_TCK")
+    assert ticks * 0.9 <= after[0] - before[0]
+    worked = [after[1][cpu][0] - before[1][cpu][0] for cpu in CPUS]
+    assert sum(worked) >= ticks * 0.8
 
 
 # --- Streams: what servers send, and the events that it gives ---
