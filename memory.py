@@ -322,13 +322,21 @@ async def held(path: Path, longest: float = 0.02) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        # Who waits for it sees that it is gone, and takes a new one. After its user was
-        # deleted the path may already be somebody else's lock.
-        try:
-            if stands(lock, path):
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(lock)
+        os.close(lock)
+
+
+def sweep(paths: Iterable[Path]) -> None:
+    """Unlink lock files that nobody holds; who opened one sees that, and takes a new one.
+
+    Not at each release: making a file costs more than all else that a lock does.
+    """
+    for path in paths:
+        with suppress(OSError):  # gone already, or left to the next start
+            if (lock := lock_file(path, wait=False, make=False)) is not None:
+                try:
+                    path.unlink()
+                finally:
+                    os.close(lock)
 
 
 # --- Search ---
@@ -1866,6 +1874,7 @@ class Memory:
         self.embedding: dict[str, asyncio.Task[None]] = {}  # texts under way
         self.sessions: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.overflow = False  # users wait to be learned that have no task
+        self.released: set[Path] = set()  # lock files that may be swept
         self.mem0 = Mem0(FactStore(self.users, self.cache))
 
     # Life
@@ -1881,6 +1890,7 @@ class Memory:
         """Write the index files of users who went quiet; go on with those who found no room."""
         while True:
             await asyncio.sleep(QUIET / 4)
+            await self.sweep_released()
             late = time.monotonic() - QUIET
             for user in [u for u in self.users.values() if u.dirty and u.used < late]:
                 # A thread that computes stops the event loop, 5 ms at each of its rounds.
@@ -1901,6 +1911,12 @@ class Memory:
         await asyncio.gather(*tasks, return_exceptions=True)
         for user in list(self.users.values()):
             await asyncio.to_thread(user.save)
+        await self.sweep_released()
+
+    async def sweep_released(self) -> None:
+        """Sweep the lock files that were released here since the last time."""
+        released, self.released = self.released, set()
+        await asyncio.to_thread(sweep, released)
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)
@@ -1920,6 +1936,7 @@ class Memory:
             for gone in self.locks.glob("*.deleted"):
                 shutil.rmtree(gone, ignore_errors=True)
             # Others make and unlink lock files all the time.
+            sweep(self.locks.glob("*.*"))  # a kill left them
             stamps = {path.name: stamp(path) for path in self.locks.iterdir()}
             sizes = {name: found[1] for name, found in stamps.items() if found}
             folders = [path.parent.name for path in self.root.glob("*/memory.json")]
@@ -1968,6 +1985,7 @@ class Memory:
                 begun = await asyncio.to_thread(user.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
+            self.released.add(path)
             user.turns -= 1
             if not user.turns:
                 user.idle.set()
@@ -2113,11 +2131,12 @@ class Memory:
 
     async def attend(self, user: User) -> None:
         """Learn until nothing new has come."""
+        path = self.locks / f"{user.key}.learn"
         try:
             while user.woken.is_set():
                 user.woken.clear()
                 await asyncio.sleep(LEARN_DELAY)
-                async with held(self.locks / f"{user.key}.learn", 1.0):
+                async with held(path, 1.0):
                     await self.learn(user)
         except Forgotten:
             pass
@@ -2125,6 +2144,7 @@ class Memory:
             log.exception("learning stopped; what is left is learned later")
             self.overflow = True
         finally:
+            self.released.add(path)
             user.learner = None
 
     async def learn(self, user: User) -> None:

@@ -7,6 +7,7 @@ the README's `curl` lines work where no model is at hand.
 import asyncio
 import base64
 import errno
+import fcntl
 import gc
 import hashlib
 import hmac
@@ -5628,6 +5629,7 @@ def test_a_turn_cancelled_at_any_await_leaves_right_files_and_no_task(
                 await asyncio.sleep(0.002)
         alive = asyncio.all_tasks() - {asyncio.current_task(), service.memory.keeper}
         assert not alive, alive
+        await service.memory.sweep_released()  # what is held would stay
         assert not [lock for lock in files(tmp_path / ".locks") if A in lock]
         path = tmp_path / "ann" / f"{A}.json"
         turns = json.loads(path.read_bytes())["turns"] if path.exists() else {}
@@ -6067,6 +6069,74 @@ def test_the_access_log_tells_what_was_asked_for_and_nothing_of_who_or_what(
     assert [(what, int(status)) for what, status in lines] == wanted
     words = "fie|quux|c5.bd|xyloph|zither|glocken|k=0"
     assert not re.search(words, stdout + stderr, re.IGNORECASE)
+
+
+def test_lock_files_that_a_kill_left_are_swept_at_start_and_none_that_is_held(
+    model, tmp_path
+):
+    def left(folder=tmp_path / ".locks"):
+        return {name for name in files(folder) if "." in name}
+
+    model.replies.append([*says("Tea ")[:2], WAIT])
+    with (
+        process(tmp_path, model.url) as chat,
+        streamed(chat, "I like tea.") as events,
+    ):
+        assert until(events, "token") and left() == {f"ann.{A}"}
+        chat.process.send_signal(signal.SIGKILL)
+        chat.process.wait(20)
+    assert left() == {f"ann.{A}"}
+    (tmp_path / ".locks" / "bob.learn").touch()
+    (tmp_path / ".locks" / "bob").touch()
+    with (tmp_path / ".locks" / f"bob.{B}").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with process(tmp_path, model.url) as chat:
+            wait_for(lambda: left() == {f"bob.{B}"})
+            assert answer(chat.ask("Hello."))
+            chat.process.send_signal(signal.SIGTERM)
+            chat.process.wait(20)
+        assert left() == {f"bob.{B}"}
+    assert {"ann", "bob"} <= set(files(tmp_path / ".locks"))
+
+
+def test_lock_files_are_swept_while_the_service_runs(start, monkeypatch):
+    import memory
+
+    monkeypatch.setattr(memory, "QUIET", 0.04)
+    with start() as chat:
+        assert answer(chat.ask("I like tea."))
+        chat.learned()
+        wait_for(lambda: files(chat.folder / ".locks") == ["ann"])
+
+
+def test_a_lock_excludes_while_its_file_is_swept_again_and_again(tmp_path):
+    import memory
+
+    path, counted, over = tmp_path / "lock", [0, 0], threading.Event()
+
+    async def count():
+        for _ in range(100):
+            async with memory.held(path, 0.002):
+                value = counted[0]
+                await asyncio.sleep(0.0002)
+                counted[0] = value + 1
+
+    def sweep():
+        while not over.is_set():
+            here = path.exists()
+            memory.sweep([path])
+            counted[1] += here and not path.exists()
+
+    with ThreadPoolExecutor() as pool:
+        sweeper = pool.submit(sweep)
+        counters = [pool.submit(asyncio.run, count()) for _ in range(4)]
+        try:
+            for counter in counters:
+                counter.result(60)
+        finally:
+            over.set()
+        sweeper.result(20)
+    assert counted[0] == 400 and counted[1] > 10
 
 
 def test_kills_of_the_whole_service_lose_and_double_nothing_that_was_answered(
