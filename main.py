@@ -1491,27 +1491,34 @@ async def keep_to_one_cpu() -> None:
 
     They share an interpreter, so that one runs at a time anyhow; spread over CPUs they
     wake each other across them, which took a third of all CPU time (README, How fast).
-    It moves on from a CPU that others crowd; with none left its threads may use all.
+    It leaves a CPU that others crowd; while none is free its threads run on any.
     """
     cpus = os.sched_getaffinity(0)
     try:
-        for cpu in random.sample(sorted(cpus), len(cpus) if len(cpus) > 1 else 0):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
-                try:
-                    # A name of Linux's own, in no file: gone when the process is.
-                    claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
-                except OSError:  # another process has it
-                    continue
-                run_on({cpu})
-                before = after = await asyncio.to_thread(cpu_times)
-                while not crowded(cpu, cpus, before, after):
-                    await asyncio.sleep(10)
-                    before, after = after, await asyncio.to_thread(cpu_times)
-                log.warning("Left CPU %d, which other programs keep busy", cpu)
+        while True:
+            # At random: two that met on one CPU, and cannot see that, would move together.
+            for cpu in random.sample(sorted(cpus), len(cpus)):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+                    try:
+                        # A name of Linux's own, in no file: gone when the process is.
+                        claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
+                    except OSError:  # another process has it
+                        continue
+                    run_on({cpu})
+                    before = after = await asyncio.to_thread(cpu_times)
+                    while not crowded(cpu, cpus, before, after):
+                        await asyncio.sleep(10)
+                        before, after = after, await asyncio.to_thread(cpu_times)
+                    log.info("Leaves CPU %d, which other programs keep busy", cpu)
+                    break
+            else:
+                run_on(cpus)
+                await asyncio.sleep(60)
     except Exception:  # whatever /proc holds here: the service runs all the same
         log.warning("Threads cannot be kept on one CPU", exc_info=True)
     finally:
-        run_on(cpus)
+        with suppress(OSError):  # which has been logged
+            run_on(cpus)
 
 
 def run_on(cpus: set[int]) -> None:
@@ -1545,7 +1552,7 @@ def crowded(cpu: int, cpus: set[int], before: tuple, after: tuple) -> bool:
         idle[other] = free / (busy + free or 1)
         if other == cpu:
             own = (after[0] - before[0]) / (busy + free or 1)
-    full = idle.pop(cpu, 1) < 0.1 and 0.1 < own < 0.7
+    full = idle.pop(cpu, 1) < 0.1 and own < 0.7  # little is enough: it may be starved
     return full and max(idle.values(), default=0) > 0.5
 
 

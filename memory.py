@@ -976,6 +976,7 @@ class User:
             gone = session_hash(f"{session_id}/")
             self.past.drop({id for id in self.past.known if id >> 39 == gone})
             self.queries, self.sources_read, self.facts.source = {}, False, None
+        sweep([self.root / ".locks" / f"{self.key}.{session_id}"])  # it has the name
 
     def delete_facts(self, fact_id: str | None = None) -> None:
         """Delete one fact and its history, or all of them (and what waits to be learned)."""
@@ -1890,13 +1891,14 @@ class Memory:
         """Write the index files of users who went quiet; go on with those who found no room."""
         while True:
             await asyncio.sleep(QUIET / 4)
-            await self.sweep_released()
             late = time.monotonic() - QUIET
             for user in [u for u in self.users.values() if u.dirty and u.used < late]:
                 # A thread that computes stops the event loop, 5 ms at each of its rounds.
                 if any(other.turns for other in self.users.values()):
                     await asyncio.sleep(1)
                 await asyncio.to_thread(user.save)
+                await self.sweep_released()
+            await self.sweep_released()
             if self.overflow and len(self.tasks) < MAX_LEARNERS:
                 with suppress(OSError):  # it is tried again
                     await self.resume()
@@ -1984,6 +1986,9 @@ class Memory:
             async with lock, held(path):
                 begun = await asyncio.to_thread(user.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
+        except Forgotten:
+            await asyncio.to_thread(sweep, [path])
+            raise
         finally:
             self.released.add(path)
             user.turns -= 1
@@ -2139,7 +2144,7 @@ class Memory:
                 async with held(path, 1.0):
                     await self.learn(user)
         except Forgotten:
-            pass
+            await asyncio.to_thread(sweep, [path])
         except Exception:  # of whatever library: another try comes
             log.exception("learning stopped; what is left is learned later")
             self.overflow = True

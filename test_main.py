@@ -2239,7 +2239,7 @@ LOADS = {
     "nothing is idle": (50, [98, 2], [60, 40], [99, 1], False),
     "this process fills it": (95, [99, 1], [0, 100], [0, 100], False),
     "it is not full": (50, [85, 15], [0, 100], [0, 100], False),
-    "this process needs none": (2, [100, 0], [0, 100], [0, 100], False),
+    "others leave it nothing": (1, [100, 0], [0, 100], [0, 100], True),
     "no time has passed": (0, [0, 0], [0, 0], [0, 0], False),
     "one not ours is idle": (50, [98, 2], [98, 2], [98, 2], False),
 }
@@ -6109,34 +6109,69 @@ def test_lock_files_are_swept_while_the_service_runs(start, monkeypatch):
         wait_for(lambda: files(chat.folder / ".locks") == ["ann"])
 
 
+def test_no_lock_file_keeps_the_name_of_what_is_deleted(start, model, monkeypatch):
+    import memory
+
+    monkeypatch.setattr(memory, "QUIET", 3600)  # nothing is swept meanwhile
+    with start() as chat:
+        locks = chat.folder / ".locks"
+        assert answer(chat.ask("I like tea."))
+        chat.learned()
+        assert chat.http.delete(f"/users/ann/sessions/{A}").status_code == 204
+        assert not [name for name in files(locks) if A in name]
+        assert answer(chat.ask("I like cake.", session=B))
+        assert chat.http.delete("/users/ann").status_code == 204
+        wait_for(lambda: not chat.service.memory.tasks)  # who would have learned it
+        assert files(locks) == []
+
+        for gone in (
+            "/users/ann",
+            f"/users/ann/sessions/{A}",
+        ):  # in the middle of a turn
+            assert answer(chat.ask("I like tea."))
+            model.replies.append([*says("Tea ")[:2], WAIT, *says("is good.")[1:]])
+            model.gate.clear()
+            with streamed(chat, "I like tea.") as events:
+                assert until(events, "token")
+                assert chat.http.delete(gone).status_code == 204
+                model.gate.set()
+                assert list(events)
+            wait_for(lambda: not chat.service.memory.tasks)
+            assert not [name for name in files(locks) if A in name]
+
+
 def test_a_lock_excludes_while_its_file_is_swept_again_and_again(tmp_path):
     import memory
 
-    path, counted, over = tmp_path / "lock", [0, 0], threading.Event()
+    path, counted, over = tmp_path / "lock", [0], threading.Event()
+    made = set()  # the files that were locked
 
     async def count():
-        for _ in range(100):
+        for n in range(10_000):
             async with memory.held(path, 0.002):
                 value = counted[0]
+                found = path.stat()
+                made.add((found.st_ino, found.st_ctime_ns))
                 await asyncio.sleep(0.0002)
                 counted[0] = value + 1
+            if n >= 100 and len(made) > 10:
+                return n + 1
+            await asyncio.sleep(0.0005)
+        raise AssertionError("it is not swept")
 
     def sweep():
-        while not over.is_set():
-            here = path.exists()
+        while not over.wait(0.0003):
             memory.sweep([path])
-            counted[1] += here and not path.exists()
 
     with ThreadPoolExecutor() as pool:
         sweeper = pool.submit(sweep)
         counters = [pool.submit(asyncio.run, count()) for _ in range(4)]
         try:
-            for counter in counters:
-                counter.result(60)
+            held = [counter.result(60) for counter in counters]
         finally:
             over.set()
         sweeper.result(20)
-    assert counted[0] == 400 and counted[1] > 10
+    assert counted[0] == sum(held)
 
 
 def test_kills_of_the_whole_service_lose_and_double_nothing_that_was_answered(
