@@ -1496,29 +1496,37 @@ async def keep_to_one_cpu() -> None:
     cpus = os.sched_getaffinity(0)
     try:
         while True:
-            # At random: two that met on one CPU, and cannot see that, would move together.
-            for cpu in random.sample(sorted(cpus), len(cpus)):
-                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
-                    try:
-                        # A name of Linux's own, in no file: gone when the process is.
-                        claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
-                    except OSError:  # another process has it
-                        continue
-                    run_on({cpu})
-                    before = after = await asyncio.to_thread(cpu_times)
-                    while not crowded(cpu, cpus, before, after):
-                        await asyncio.sleep(10)
-                        before, after = after, await asyncio.to_thread(cpu_times)
-                    log.info("Leaves CPU %d, which other programs keep busy", cpu)
-                    break
-            else:
+            if (claimed := claim_cpu(cpus)) is None:
                 run_on(cpus)
                 await asyncio.sleep(60)
+                continue
+            cpu, claim = claimed
+            with claim:
+                run_on({cpu})
+                before = after = await asyncio.to_thread(cpu_times)
+                while not crowded(cpu, cpus, before, after):
+                    await asyncio.sleep(10)
+                    before, after = after, await asyncio.to_thread(cpu_times)
+                log.info("Leaves CPU %d, which other programs keep busy", cpu)
     except Exception:  # whatever /proc holds here: the service runs all the same
         log.warning("Threads cannot be kept on one CPU", exc_info=True)
     finally:
         with suppress(OSError):  # which has been logged
             run_on(cpus)
+
+
+def claim_cpu(cpus: set[int]) -> tuple[int, socket.socket] | None:
+    """Return a CPU that no other process has, and what keeps it claimed until closed."""
+    # At random: two that met on one CPU, and cannot see that, would move together.
+    for cpu in random.sample(sorted(cpus), len(cpus)):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            # A name of Linux's own, in no file: gone when the process is.
+            claim.bind(f"\0chat-that-remembers-cpu-{cpu}")
+            return cpu, claim
+        except OSError:  # another process has it
+            claim.close()
+    return None
 
 
 def run_on(cpus: set[int]) -> None:
@@ -1546,14 +1554,15 @@ def crowded(cpu: int, cpus: set[int], before: tuple, after: tuple) -> bool:
         cpu, cpus: The one that it is on, and those that it may use.
         before, after: Two looks at cpu_times.
     """
-    own, idle = 0.0, {}
-    for other in cpus & before[1].keys() & after[1].keys():
-        busy, free = (b - a for a, b in zip(before[1][other], after[1][other]))
-        idle[other] = free / (busy + free or 1)
-        if other == cpu:
-            own = (after[0] - before[0]) / (busy + free or 1)
-    full = idle.pop(cpu, 1) < 0.1 and own < 0.7  # little is enough: it may be starved
-    return full and max(idle.values(), default=0) > 0.5
+    spent = {
+        other: [b - a for a, b in zip(before[1][other], after[1][other], strict=True)]
+        for other in cpus & before[1].keys() & after[1].keys()
+    }
+    busy, idle = spent.pop(cpu, (0, 1))
+    full = idle < 0.1 * (busy + idle)
+    # Little is enough to be crowded: it may be starved.
+    others = after[0] - before[0] < 0.7 * (busy + idle)
+    return full and others and any(idle > busy for busy, idle in spent.values())
 
 
 # No documentation pages: they load scripts from elsewhere, and would be open to all.

@@ -302,7 +302,7 @@ def lock_file(path: Path, wait: bool = True, make: bool = True) -> int | None:
             if not isinstance(error, BlockingIOError):
                 raise
             return None
-        # A deleted user's lock file is deleted too: who waited for it starts again.
+        # It was swept, or went with its user: who waited for it starts again.
         if stands(lock, path):
             return lock
         os.close(lock)
@@ -1915,6 +1915,18 @@ class Memory:
             await asyncio.to_thread(user.save)
         await self.sweep_released()
 
+    @asynccontextmanager
+    async def locked(self, path: Path, longest: float = 0.02) -> AsyncIterator[None]:
+        """Hold a lock as `held` does; its file is swept later, or now if it has a deleted name."""
+        try:
+            async with held(path, longest):
+                yield
+        except Forgotten:
+            await asyncio.to_thread(sweep, [path])
+            raise
+        finally:
+            self.released.add(path)
+
     async def sweep_released(self) -> None:
         """Sweep the lock files that were released here since the last time."""
         released, self.released = self.released, set()
@@ -1937,8 +1949,8 @@ class Memory:
         def waiting() -> list[str]:
             for gone in self.locks.glob("*.deleted"):
                 shutil.rmtree(gone, ignore_errors=True)
-            # Others make and unlink lock files all the time.
             sweep(self.locks.glob("*.*"))  # a kill left them
+            # Others make and unlink lock files all the time.
             stamps = {path.name: stamp(path) for path in self.locks.iterdir()}
             sizes = {name: found[1] for name, found in stamps.items() if found}
             folders = [path.parent.name for path in self.root.glob("*/memory.json")]
@@ -1983,14 +1995,10 @@ class Memory:
         user.turns += 1
         user.idle.clear()
         try:
-            async with lock, held(path):
+            async with lock, self.locked(path):
                 begun = await asyncio.to_thread(user.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
-        except Forgotten:
-            await asyncio.to_thread(sweep, [path])
-            raise
         finally:
-            self.released.add(path)
             user.turns -= 1
             if not user.turns:
                 user.idle.set()
@@ -2136,20 +2144,18 @@ class Memory:
 
     async def attend(self, user: User) -> None:
         """Learn until nothing new has come."""
-        path = self.locks / f"{user.key}.learn"
         try:
             while user.woken.is_set():
                 user.woken.clear()
                 await asyncio.sleep(LEARN_DELAY)
-                async with held(path, 1.0):
+                async with self.locked(self.locks / f"{user.key}.learn", 1.0):
                     await self.learn(user)
         except Forgotten:
-            await asyncio.to_thread(sweep, [path])
+            pass
         except Exception:  # of whatever library: another try comes
             log.exception("learning stopped; what is left is learned later")
             self.overflow = True
         finally:
-            self.released.add(path)
             user.learner = None
 
     async def learn(self, user: User) -> None:
