@@ -44,10 +44,10 @@ def _describe(function: Callable) -> tuple[dict[str, Any], TypeAdapter]:
     if wrong or not description:
         raise ValueError(f"{name} needs a docstring and annotated, named parameters")
     # Validated apart from the call, so that a ValidationError is never the tool's own.
-    collect = functools.wraps(function)(lambda **arguments: arguments)
+    collect: Any = functools.wraps(function)(lambda **arguments: arguments)
     by_name = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
     collect.__signature__ = signature.replace(parameters=by_name)
-    adapter = TypeAdapter(collect)
+    adapter: TypeAdapter[Any] = TypeAdapter(collect)
     takes = adapter.json_schema()
     for parameter in takes["properties"].values():
         parameter.pop("title", None)  # says "Timezone" beside timezone
@@ -111,12 +111,14 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
 # --- The tools ---
 
 SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**", "π": "pi"})
+OPERATORS: dict[type[ast.AST], Callable[..., Any]]
 OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 OPERATORS |= {ast.Mod: mod, ast.USub: neg, ast.UAdd: pos}
 OPERATORS[ast.Div] = lambda a, b: a / b if a % b else a // b  # 2^100 / 2 stays exact
 # Those that could take for ever: the power is tried in floats, the others are bounded.
 OPERATORS[ast.Pow] = lambda a, b: float(a) ** b and a**b
 NAMES = "sqrt log log10 log2 exp sin cos tan asin acos atan atan2 radians degrees"
+FUNCTIONS: dict[str, Callable[..., Any]]
 FUNCTIONS = {name: getattr(math, name) for name in f"{NAMES} floor ceil gcd".split()}
 FUNCTIONS |= {"abs": abs, "min": min, "max": max}
 FUNCTIONS["factorial"] = lambda number: math.factorial(min(number, 171))

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -24,11 +23,10 @@ from typing import Any
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-scratch = tempfile.TemporaryDirectory()
-os.environ["DATA_DIR"] = scratch.name  # memory.py makes it when imported
 
 import memory
 
+scratch = tempfile.TemporaryDirectory()
 DIMENSION = 1536
 FACTS = (20, 200, 2000)
 TURNS = (10, 100, 1000, 5000)
@@ -70,28 +68,32 @@ async def complete(messages: Any, schema: Any) -> str:
 
 
 async def learned(service: memory.Memory) -> None:
-    while service.tasks:
-        await asyncio.wait(service.tasks)
+    learner, soon = service.learner, asyncio.get_running_loop().time
+    while learner.pending or any(
+        due < soon() + 1 for due, _ in learner.timers.values()
+    ):
+        await asyncio.sleep(0.002)
 
 
 async def know(service: memory.Memory, name: str, count: int) -> memory.User:
     """Give a user so many facts, and their vectors."""
     random, user = Random(count), service.named(name)
-    async with service.turn(name, str(uuid.uuid4())) as turn:
-        state = turn.state.copy()
+    facts: dict[str, memory.Fact] = {}
+    async with service.turn(name, str(uuid.uuid4())):
+        pass
     for n in range(count):
         at = (datetime.now(UTC) - timedelta(hours=n)).isoformat()
         fact = {"id": str(uuid.uuid4()), "text": sentence(random, "User")}
         fact |= {"kind": "episodic", "importance": random.random(), "frequency": 1}
         fact |= {"created_at": at, "last_seen_at": at, "source": "-/1"}
-        state.facts[fact["id"]] = fact
+        facts[fact["id"]] = fact
     await learned(service)
-    assert user.commit(user.state, memory.Transaction(state, user.key, []))
-    texts = [fact["text"] for fact in state.facts.values()]
-    found = [vector / np.linalg.norm(vector) for vector in await embed(texts)]
-    keys = zip(state.facts, texts, strict=True)
-    user.remember(list(keys), dict(zip(texts, found, strict=True)))
-    assert not user.facts.missing()
+    await service.change(user, lambda state, _: state.facts.update(facts))
+    entries = memory.fact_entries(facts)
+    vectors = await embed([entry.text for entry in entries])
+    found = [vector / np.linalg.norm(vector) for vector in vectors]
+    await user.run(user.remember, dict(zip(entries, found, strict=True)))
+    assert not await user.run(user.missing)
     return user
 
 
@@ -118,9 +120,10 @@ async def search_cost(user: memory.User, start: str, change: bool = False) -> fl
         [vector] = await embed([query])
         vector /= np.linalg.norm(vector)
         if change:  # what a new fact makes anew, less its embedding
-            user.state, user.facts.scale = user.state.copy(), None
+            user.fact_index = None
         begun = time.process_time()
-        user.search(query, vector, 8)
+        _, index = await user.run(user.index_facts)
+        index.search(query, vector, 8)
         spent.append(1000 * (time.process_time() - begun))
     return median(spent)
 
@@ -130,7 +133,9 @@ async def hints_cost(service: memory.Memory, user: memory.User) -> float:
     async with service.turn(user.key, str(uuid.uuid4())) as turn:
         for _ in range(REPEATS):
             query = sentence(random, "Do I know who")
-            await service.vectors([query], 9)  # the endpoint's work, not the service's
+            await service.embedder.vectors(
+                [query], 9, ""
+            )  # the endpoint's work, not the service's
             begun = time.process_time()
             await turn.hints(query)
             spent.append(1000 * (time.process_time() - begun))
@@ -138,8 +143,8 @@ async def hints_cost(service: memory.Memory, user: memory.User) -> float:
 
 
 async def measure_turns(service: memory.Memory) -> None:
-    # A turn rewrites its part of the transcript: over a whole part, each place counts
-    # once. The sessions take turns, so that a busy machine slows all of them alike.
+    # A turn rewrites the transcript's newest file: over so many turns, each size of it
+    # counts alike. The sessions take turns, so that a busy machine slows all of them alike.
     spent: dict[int, list[tuple[float, ...]]] = {count: [] for count in TURNS}
     for count in TURNS:
         for n in range(count):
@@ -147,7 +152,7 @@ async def measure_turns(service: memory.Memory) -> None:
             if not n % memory.BATCH_TURNS:
                 await learned(service)
         await learned(service)
-    for _ in range(memory.PART_TURNS):
+    for _ in range(memory.FILE_TURNS):
         for count in TURNS:
             wall, cpu = time.perf_counter(), time.process_time()
             await take_turn(service, f"{count}-turns")
@@ -157,7 +162,7 @@ async def measure_turns(service: memory.Memory) -> None:
             spent[count].append((turn - cpu, ended - wall, learning))
 
     print(
-        f"\nms, median of {memory.PART_TURNS} turns: begin, hints, save; then the rest"
+        f"\nms, median of {memory.FILE_TURNS} turns: begin, hints, save; then the rest"
     )
     names = ("CPU", "wall", "learning, CPU", "past search, CPU", "the first")
     print(f"{'turns':>8}", *(f"{name:>16}" for name in names))
@@ -183,7 +188,7 @@ async def past_search_costs(user: memory.User) -> list[float]:
         query = sentence(Random(), "Do I know who")
         [vector] = await embed([query])
         begun = time.process_time()
-        user.search_past(query, vector / np.linalg.norm(vector), 3)
+        await user.run(user.search_past, query, vector / np.linalg.norm(vector), 3)
         spent.append(1000 * (time.process_time() - begun))
     return [median(spent[1:]), spent[0]]
 

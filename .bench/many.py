@@ -132,10 +132,11 @@ class Setup:
     def serve(self, n: int) -> None:
         url = f"http://{self.options.front}:{MODEL}/v1"
         known = {"OPENAI_BASE_URL": url, "EMBEDDING_BASE_URL": url}
-        known |= {"OPENAI_API_KEY": "EMPTY", "SHUTDOWN_GRACE": "3"}
+        known |= {"OPENAI_API_KEY": "EMPTY"}
         host, port = self.services[n].split(":")
         command = [sys.executable, "-m", "uvicorn", "main:app"]
         command += ["--host", host, "--port", port, "--no-access-log"]
+        command += ["--timeout-graceful-shutdown", "3"]
         if namespace := self.options.namespaces[n]:
             command = ["nsenter", f"--net=/run/netns/{namespace}", *command]
         self.launch(n, command, DATA_DIR=str(self.folders[n]), **known)

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import sys
 import tempfile
 import uuid
@@ -57,7 +56,7 @@ class Service:
         if part == "query" or not turns or turns[-1]["response"]:
             turns.append({"query": "", "response": "", "status": "complete"})
         turns[-1] |= {part: text, "when": when.replace(tzinfo=UTC).isoformat()}
-        return f"{session}/{len(turns)}/{part}"
+        return f"{session}/{len(turns)} {text}"
 
     async def flush(self) -> None:
         await self.memory.open()
@@ -67,20 +66,23 @@ class Service:
                 async with self.memory.turn(user, session) as turn:
                     with patch("memory.now", lambda when=when: when):  # ended_at
                         await turn.save(**document)
-            while self.memory.tasks:  # learned before the next session, as in life
-                await asyncio.wait(self.memory.tasks)
+            while (
+                self.memory.learner.pending
+            ):  # learned before the next session, as in life
+                await asyncio.sleep(0.01)
         for user in {user for user, _ in self.sessions}:
-            past = self.past(user)
-            assert len(past.entries) and not past.missing(), "not all was learned"
+            past, known = await self.past(user), self.memory.named(user)
+            missing = await known.run(known.missing)
+            assert len(past.entries) and not missing, "not all was learned"
 
-    def past(self, user: str) -> Any:
+    async def past(self, user: str) -> Any:
         found = self.memory.named(user)
-        found.sync_past()
-        return found.past
+        return await found.run(found.index_past)
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
-        vector = (await self.memory.vectors([query], 60))[query]
-        return self.past(user).search(query, vector, k, cut=self.cut)
+        vector = (await self.memory.embedder.vectors([query], 60, ""))[query]
+        found = (await self.past(user)).search(query, vector, k, cut=self.cut)
+        return [(f"{entry.key} {entry.text}", score) for score, entry in found]
 
     async def close(self) -> None:
         await self.memory.close()
@@ -175,5 +177,4 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     sys.path.append(str(REPO))
     with tempfile.TemporaryDirectory() as temporary:
-        os.environ["DATA_DIR"] = temporary  # memory.py puts MEM0_DIR below it
         asyncio.run(measure(path, arguments.emb, arguments.model_name, Path(temporary)))

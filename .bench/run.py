@@ -1,6 +1,6 @@
 """Speed, side by side: this service, a plain pass-through, and Mem0's documented loop.
 
-    python .bench/run.py [--quick] [--any-cpu] [--only start,compare,more,costs]
+    python .bench/run.py [--quick] [--only start,compare,more,costs]
 
 A scripted endpoint (first token after 50 ms, 40 tokens 2 ms apart, embeddings 15 ms,
 extraction 300 ms) and the servers run as real processes, each by `uvicorn … --log-level
@@ -302,7 +302,6 @@ COMMANDS = {
     "Mem0": ["-m", "uvicorn", "run:mem0", "--factory", "--log-level", "warning"],
 }
 COMMANDS["Mem0, later"] = COMMANDS["Mem0"]
-COMMANDS["service, any CPU"] = COMMANDS["service"]
 
 
 class Server:
@@ -320,7 +319,6 @@ class Server:
         own = {name: str(self.folder / name) for name in ("DATA_DIR", "MEM0_DIR")}
         own["PYTHONPATH"] = str(HERE)  # plain and mem0, for uvicorn
         own |= {"ADD_LATER": "1"} if "later" in kind else {}
-        own |= {"ONE_CPU": "0"} if "any CPU" in kind else {}
         self.log, began = self.folder / "log", time.perf_counter()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -358,12 +356,9 @@ class Server:
         return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024
 
     def learning(self) -> bool:
-        """Tell whether anything waits to be learned; the service notes it in lock files."""
-        if self.kind.startswith("service"):
-            with suppress(FileNotFoundError):  # lock files come and go
-                locks = os.scandir(self.folder / "DATA_DIR/.locks")
-                return any(lock.stat().st_size for lock in locks)
-            return True
+        """Tell whether anything waits to be learned; the service notes it in files."""
+        if self.kind == "service":
+            return any((self.folder / "DATA_DIR").glob("*/*.unlearned"))
         return self.kind == "Mem0, later" and self.get("/health")["adding"] > 0
 
     async def learned(self) -> None:
@@ -456,7 +451,7 @@ def next_request(server: Server, user: str) -> bytes:
         prompt.append({"role": "user", "content": text})
         body = {"model": "scripted", "messages": prompt, "stream": True}
         path = "/v1/chat/completions"
-    elif server.kind.startswith("service"):
+    elif server.kind == "service":
         name = f"{user}/{turn // server.turns_a_session}"
         body["session_id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, name))
     content = json.dumps(body).encode()
@@ -601,7 +596,7 @@ async def more(bench: Bench, quick: bool) -> None:
     ]
     print(
         f"\n1,000 users after a turn each, learned: {each[0]:.0f} MB; idle, their indexes"
-        f"\nwritten: {each[1]:.0f} MB, over {before:.0f} MB ({len(users)} measured; memory.OPEN_USERS bounds it)"
+        f"\nwritten: {each[1]:.0f} MB, over {before:.0f} MB ({len(users)} measured; memory.CACHE_BYTES bounds it)"
     )
 
 
@@ -658,9 +653,6 @@ def main() -> None:
     parser.add_argument(
         "--later", action="store_true", help="Mem0 with add in a task too"
     )
-    parser.add_argument(
-        "--any-cpu", action="store_true", help="the service with ONE_CPU=0 too"
-    )
     parser.add_argument("--only", default="start,compare,more,costs")
     parser.add_argument("--endpoint", action="store_true", help="be the endpoint")
     parser.add_argument("--port", type=int)
@@ -669,7 +661,6 @@ def main() -> None:
         return uvloop.run(serve_endpoint(arguments.port))
     print(*machine(), sep="\n")
     kinds = ["plain", "service", "Mem0"] + ["Mem0, later"] * arguments.later
-    kinds += ["service, any CPU"] * arguments.any_cpu
     parts, began = arguments.only.split(","), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))

@@ -58,8 +58,8 @@ def serve(port: int) -> None:
         names = Counter(getattr(c, "__qualname__", type(c).__name__) for c in running)
         users = list(main.app.state.service.memory.users.values())
         vectors = sum(len(u.facts.known) + len(u.past.known) for u in users)
-        names_of = sum(len(u.counts) + len(u.queries) for u in users)
-        sizes = [len(users), vectors, names_of, len(gc.get_objects())]
+        files = sum(len(u.files.storages) for u in users)
+        sizes = [len(users), vectors, files, len(gc.get_objects())]
         print(json.dumps([names, sizes]), flush=True)
 
     class Server(uvicorn.Server):
@@ -173,7 +173,7 @@ class Load:
 # --- The measurement ---
 
 
-NAMES = "turns", "RSS MB", "files", "threads", "disk MB", "users", "vectors", "sources"
+NAMES = "turns", "RSS MB", "files", "threads", "disk MB", "users", "vectors", "parsed"
 
 
 def sample(service: subprocess.Popen, folder: Path, turns: int) -> list[float]:
