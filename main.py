@@ -122,6 +122,7 @@ try:
     memory.make_folder(DATA_DIR)
 except (OSError, ValueError) as error:
     raise SystemExit(f"DATA_DIR cannot be used: {error}") from None
+CONNECT_TIMEOUT = min(5.0, UPSTREAM_TIMEOUT)  # seconds
 MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_BODY = 1 << 20  # bytes of one request
 MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
@@ -213,9 +214,12 @@ TIMEOUT, TOO_LONG, STORAGE = "upstream_timeout", "context_too_long", "storage_fa
 STATUS = {REJECTED: 400, TOO_LONG: 400, UNAVAILABLE: 503, TIMEOUT: 504}
 
 
+COMPACT = json.JSONEncoder(separators=(",", ":"))
+
+
 def to_json(value: Any) -> bytes:
     """Return compact JSON in ASCII: some clients take U+2028 for the end of a line."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return COMPACT.encode(value).encode()
 
 
 class EventStream(StreamingResponse):
@@ -937,16 +941,14 @@ class Endpoint:
     """A server that speaks OpenAI's API, and the model that is asked there."""
 
     def __init__(self, key: str, url: str, model: str):
+        timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=CONNECT_TIMEOUT)
         # Redirects would carry prompts elsewhere.
+        self.http = DefaultAioHttpClient(follow_redirects=False, timeout=timeout)
         self.client = AsyncOpenAI(
-            api_key=key,
-            base_url=url or None,
-            timeout=openai.Timeout(
-                UPSTREAM_TIMEOUT, connect=min(5.0, UPSTREAM_TIMEOUT)
-            ),
-            max_retries=1,
-            http_client=DefaultAioHttpClient(follow_redirects=False),
+            api_key=key, base_url=url or None, timeout=timeout, http_client=self.http
         )
+        headers = {**self.client.default_headers, **self.client.auth_headers}
+        self.headers = {n: v for n, v in headers.items() if isinstance(v, str)}
         self.model, self.context_tokens = model, CONTEXT_TOKENS  # 0: not known
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         self.answers, self.asked_at = False, -math.inf  # the last request; monotonic
@@ -966,6 +968,45 @@ class Endpoint:
             self.asked_at = time.monotonic()
             raise failure from error
         self.answers, self.asked_at = True, time.monotonic()
+
+    async def post(self, path: str, body: Json, patience: float = 1) -> httpx2.Response:
+        """Send a body as JSON; return the answer, which is to be read.
+
+        Not by the client's own `post`: what that builds around a request took a quarter
+        of the CPU of a chat. Its connections, headers, proxies and time limits serve
+        here; left out are Retry-After and the second of its two retries.
+
+        Args:
+            patience: How many times UPSTREAM_TIMEOUT it may take to begin.
+
+        Raises:
+            openai.APIStatusError, httpx2.TransportError: There is none.
+        """
+        url, content = f"{self.client.base_url}{path}", to_json(body)
+        timeout = openai.Timeout(patience * UPSTREAM_TIMEOUT, connect=CONNECT_TIMEOUT)
+        options: Json = {"headers": self.headers, "content": content}
+        options["extensions"] = {"timeout": timeout.as_dict()}
+        for last_try in (False, True):
+            try:
+                request = httpx2.Request("POST", url, **options)
+                response = await self.http.send(request, stream=True)
+                if response.status_code < 300:
+                    return response
+                await response.aread()
+                passing = (
+                    response.status_code in (408, 409, 429) or response.is_server_error
+                )
+                if last_try or not passing:
+                    raise status_error(response)
+            except httpx2.TransportError:
+                if last_try:
+                    raise
+            await asyncio.sleep(0.5)
+        raise AssertionError  # never
+
+    async def ask(self, path: str, body: Json, patience: float = 1) -> Any:
+        """Return the JSON of the answer to a body."""
+        return json.loads(await (await self.post(path, body, patience)).aread())
 
     async def look(self) -> None:
         """Look at the models there: for a name, unless one is set, and the context's size."""
@@ -1062,13 +1103,10 @@ class Endpoint:
         if not request.get("stream"):  # of learning, the template's switches alone
             extra = {n: v for n, v in extra.items() if n == "chat_template_kwargs"}
         body = {**request, **(given or {}), **extra}
-        raw = {"cast_to": httpx2.Response, "stream": True}
-        raw["stream_cls"] = openai.AsyncStream[Any]
-        patient = {"timeout": 5 * UPSTREAM_TIMEOUT}  # nobody waits for it
-        how: Json = {"cast_to": object, "options": patient}
-        how = raw if request.get("stream") else how
         try:
-            return await self.client.post("/chat/completions", body=body, **how)
+            if request.get("stream"):
+                return await self.post("chat/completions", body)
+            return await self.ask("chat/completions", body, 5)  # nobody waits for it
         except openai.APIStatusError as error:
             smaller = ((p, without(request, p)) for p in PARTS if mentions(error, p))
             part, less = next((pair for pair in smaller if pair[1]), ("", None))
@@ -1086,6 +1124,14 @@ class Endpoint:
         if not self.lacks(part):
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
         self.unsupported[part] = time.monotonic() + 600
+
+
+def status_error(response: httpx2.Response) -> openai.APIStatusError:
+    """Return the error that an answer tells of."""
+    with suppress(ValueError):
+        body = as_dict(as_dict(json.loads(response.text)).get("error"))
+        return openai.APIStatusError(response.text[:8000], response=response, body=body)
+    return openai.APIStatusError(response.text[:8000], response=response, body=None)
 
 
 def event_of(data: bytes) -> Json:
@@ -1270,8 +1316,7 @@ class Service:
             self.memory.use_model(await self.embedder.discover())
         body = {"model": self.embedder.model, "input": texts}
         body["encoding_format"] = "base64"
-        client = self.embedder.client
-        found: Any = await client.post("/embeddings", body=body, cast_to=object)
+        found = await self.embedder.ask("embeddings", body)
         rows = sorted(found["data"], key=lambda row: row["index"])
         return [vector_of(row["embedding"]) for row in rows]
 
@@ -1285,8 +1330,7 @@ class Service:
         assert self.reranker
         model = self.reranker.model or await self.reranker.discover()
         body = {"model": model, "query": query, "documents": texts, "top_n": k}
-        client = self.reranker.client
-        found: Any = await client.post("/rerank", body=body, cast_to=object)
+        found = await self.reranker.ask("rerank", body)
         return [(row["index"], row["relevance_score"]) for row in found["results"]]
 
 

@@ -1450,6 +1450,7 @@ SECRETS: list[tuple[re.Pattern[str], Callable[[str], bool]]] = [
 ]
 
 
+@functools.lru_cache(maxsize=256)  # the same for hints and for learning
 def redact(text: str) -> str:
     """Return a text with "[removed]" for each secret in it, the rest as it was."""
     for pattern, proven in SECRETS:
