@@ -38,9 +38,9 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -1720,6 +1720,16 @@ class Degraded(dict[str, str]):
         else:
             self.pop(part, None)
 
+    @contextmanager
+    def noting(self, part: str) -> Iterator[None]:
+        """Note whether the block fails by an OSError."""
+        try:
+            yield
+        except OSError:
+            self.note(part, failed=True)
+            raise
+        self.note(part, failed=False)
+
 
 class Embedder:
     """Vectors of texts: each asked for once, by all who want it meanwhile, and kept a while."""
@@ -1904,7 +1914,8 @@ class Memory:
             self.store.state = state = old.copy()
             result = function(state, waiting)
             if state != old:
-                await self.locks.in_thread(user.files.write, state)
+                with self.degraded.noting("storage"):
+                    await self.locks.in_thread(user.files.write, state)
             return result
 
     async def search(
@@ -1977,6 +1988,9 @@ class Memory:
         user = self.named(user_id)
         try:
             return await user.run(function, user, *arguments)
+        except OSError:
+            self.degraded.note("storage", failed=True)
+            raise
         finally:
             self.learner.schedule(user.key)  # it may have found damage
 
@@ -2342,14 +2356,10 @@ class Turn:
         await to_the_end(asyncio.ensure_future(self.append(checked)))
 
     async def append(self, row: TurnRow) -> None:
-        note, pending = self.memory.degraded.note, self.memory.learner.pending
-        files, key = self.user.files, self.user.key
-        try:
-            await self.user.run(files.append, self.state.id, self.session_id, row)
-        except OSError:
-            note("storage", failed=True)
-            raise
-        note("storage", failed=False)
+        pending, key = self.memory.learner.pending, self.user.key
+        append = self.user.files.append
+        with self.memory.degraded.noting("storage"):
+            await self.user.run(append, self.state.id, self.session_id, row)
         pending[key] = pending.get(key, 0) + 1
 
     # Tools for the model: user and session are bound, never arguments.

@@ -5355,6 +5355,7 @@ def hold_and_be_cancelled(root):
     begun = threading.Event()
 
     def slowly():
+        memory.need_disk()
         begun.set()
         while not (root / "go").exists():
             time.sleep(0.002)
@@ -5393,9 +5394,12 @@ def hold_and_be_cancelled(root):
 
     for times in (2, 0):
         pid, output = child(hold, times)
-        assert output.readline() == b"cancelled\n"
-        asyncio.run(get_in())
-        os.waitpid(pid, 0)
+        try:
+            assert output.readline() == b"cancelled\n"
+            asyncio.run(get_in())
+        finally:
+            (root / "go").touch()  # or it would never end
+            os.waitpid(pid, 0)
         for name in ("go", "written"):
             (root / name).unlink()
 
