@@ -290,6 +290,8 @@ class EventStream(StreamingResponse):
                 head = {"status": self.status_code, "headers": self.raw_headers}
                 await send({"type": "http.response.start", **head})
             await send({"type": "http.response.body", "body": body, "more_body": more})
+        # Now, not when all around it has ended: the client may already ask again.
+        self.closed = True
 
     async def next_events(self) -> bytes:
         """Wait for something to send; after PING_AFTER seconds that is a ping."""
