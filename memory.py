@@ -89,13 +89,12 @@ class Settings:
 
 
 def check_time(text: str) -> str:
-    """Return a time in ISO 8601 with its zone; ValueError: it is none."""
     if datetime.fromisoformat(text).tzinfo is None:
         raise ValueError("a time without its zone")
     return text
 
 
-Time = Annotated[str, AfterValidator(check_time)]
+Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601 with its zone
 Number = Annotated[int, Field(ge=1)]
 
 
@@ -288,22 +287,18 @@ class AtomicStorage(Storage, Generic[T]):
 
     def load(self) -> T | None:
         """Return the file's value, None: there is no file; CorruptFile: it has none."""
-        for last_try in (False, True):
-            found = stamp(self.path)
-            if found == self.stamp:
-                break
-            self.forget()
-            if found is None:
-                break
+        found = stamp(self.path)
+        if found != self.stamp:
             need_disk()
-            content = self.path.read_bytes()
-            try:
-                tables = pydantic_core.from_json(content)
-                self.value = self.parse(tables)
-                self.stamp, self.tables = found, tables
-            except Exception as error:  # whatever damage makes of it
-                if last_try:
+            self.forget()
+            if found:
+                content = self.path.read_bytes()
+                try:
+                    tables = pydantic_core.from_json(content)
+                    self.value = self.parse(tables)
+                except Exception as error:  # whatever damage makes of it
                     raise CorruptFile(self.path) from error
+                self.stamp, self.tables = found, tables
         return self.value
 
     def read(self) -> Tables | None:
@@ -363,9 +358,9 @@ class Locks:
                 raise RuntimeError(f"{path.parent} is open in another event loop")
             os.close(known.file)
             known = None
-        cls.opened[path] = known or cls(path)
-        cls.opened[path].owners += 1
-        return cls.opened[path]
+        cls.opened[path] = known = known or cls(path)
+        known.owners += 1
+        return known
 
     def close(self) -> None:
         self.owners -= 1
@@ -383,7 +378,7 @@ class Locks:
             raise BlockingIOError
         async with task:
             pause = 0.001  # seconds
-            while not self._lock(place):
+            while not self._lockf(fcntl.LOCK_EX | fcntl.LOCK_NB, place):
                 if not wait:
                     raise BlockingIOError
                 await asyncio.sleep(pause)
@@ -393,30 +388,24 @@ class Locks:
                 yield
             finally:
                 self.holding -= 1
-                self._unlock(place)
+                with suppress(OSError):  # the kernel frees it when the file is closed
+                    self._lockf(fcntl.LOCK_UN, place)
 
-    def _lock(self, place: int) -> bool:
-        # GlusterFS does not open a descriptor again that holds locks.
+    def _lockf(self, kind: int, place: int) -> bool:
+        """Lock or unlock one byte; tell whether it worked."""
         if self.broken and not self.holding:
-            old = self.file
+            # GlusterFS does not open a descriptor again that holds locks.
+            old, self.broken = self.file, False
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            self.broken = False
             os.close(old)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            fcntl.lockf(self.file, kind, 1, place)
         except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
             return False
         except OSError:
             self.broken = True
             raise
         return True
-
-    def _unlock(self, place: int) -> None:
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, place)
-        except OSError:  # the kernel frees it when the file is opened anew
-            self.broken = True
-            log.exception("a lock could not be released")
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what waits for the disk; a cancelled caller goes on when it has ended."""
@@ -624,6 +613,9 @@ class Vectors:
         self.known[vector_id(self.model, entry.session_id, entry.text)] = vector
         self.dirty = True
 
+    def index(self, entries: list[Entry]) -> Index:
+        return Index(entries, [*map(self.get, entries)])
+
     def load(self) -> bool:
         """Take what another process or an earlier run has written; tell whether there was any."""
         found = stamp(self.path)
@@ -744,13 +736,9 @@ class Unlearned(NamedTuple):
         return f"{self.session_id}/{self.row['turn']}"
 
 
-class Begun(NamedTuple):
-    """What stands before a turn."""
-
-    number: int  # of the turn
-    state: State
-    transcript: Transcript  # the session's newest file
-    waiting: list[Unlearned]  # turns of all sessions not yet learned
+# What stands before a turn: its number, the state, the session's newest file, and the
+# turns of all sessions not yet learned
+Begun = tuple[int, State, Transcript, list[Unlearned]]
 
 
 class UserFiles:
@@ -869,7 +857,7 @@ class UserFiles:
         if not state.name:
             state = self.write(replace(state, name=name))
         number, newest = self.last_turn(session_id) + 1, self.transcript(session_id)
-        return Begun(number, state, newest, self.waiting(state))
+        return number, state, newest, self.waiting(state)
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -916,23 +904,22 @@ def look(files: UserFiles) -> tuple[State, list[Unlearned]]:
 
 
 def erase(folder: Path, *patterns: str) -> None:
-    """Unlink the files that match, of a session the oldest first and the newest last."""
+    """Unlink the files that match, for each pattern in turn."""
     for pattern in patterns:
-        paths = folder.glob(pattern)
-        for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+        for path in folder.glob(pattern):
             path.unlink()
     fsync_folder(folder)
 
 
 class User:
-    """A user in memory: the files, the vectors, and the indexes that are made of both."""
+    """A user in memory: the files, and the vectors of facts and of past messages."""
 
     def __init__(self, folder: Path, model: str, locks: Locks):
         self.key, self.files, self.locks = folder.name, UserFiles(folder), locks
         self.facts = Vectors(folder / "memory.faiss", model)
         self.past = Vectors(folder / "turns.faiss", model)
         self.fact_index: tuple[dict[str, Fact], Index] | None = None  # and of what
-        self.past_index: tuple[dict[str, Stamp | None], Index] | None = None
+        self.unembedded: list[Entry] = []  # past messages seen without a vector
         self.busy = 0  # turns that run, and workers that look
         self.used = 0.0  # seconds of the event loop's clock
         self.size = 2000  # bytes held in memory, as measured last
@@ -948,39 +935,29 @@ class User:
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
         stamps = [storage.stamp for storage in [*self.files.storages.values()]]
-        stamps += [*self.past_index[0].values()] if self.past_index else []
-        known = self.facts.known | self.past.known
-        vectors = len(known) * next(iter(known.values())).nbytes if known else 0
+        known = [*self.facts.known.values(), *self.past.known.values()]
+        vectors = len(known) * known[-1].nbytes if known else 0
         return 2000 + sum(found[1] for found in stamps if found) + vectors
 
-    def index_facts(self) -> tuple[dict[str, Fact], Index]:
-        """Return the facts as they are now, and their index."""
+    def search_facts(self, query: str, vector: np.ndarray | None, k: int) -> Ranked:
         facts = self.files.load().facts
         if self.facts.load() or not self.fact_index or self.fact_index[0] is not facts:
             if len(facts) > 300:  # it takes more than 5 ms
                 need_disk()
-            entries = fact_entries(facts)
-            self.fact_index = facts, Index(entries, [*map(self.facts.get, entries)])
-        return self.fact_index
-
-    def index_past(self) -> Index:
-        """Return the index of all messages of all sessions."""
-        need_disk()
-        paths = self.files.folder.glob("*-*.json")
-        stamps = {path.name: stamp(path) for path in paths}
-        if self.past.load() or not self.past_index or self.past_index[0] != stamps:
-            entries: list[Entry] = []
-            for session_id in self.files.sessions():
-                turns = self.files.turns_after(session_id, 0)
-                entries += message_entries(session_id, turns)
-            self.past_index = stamps, Index(entries, [*map(self.past.get, entries)])
-        return self.past_index[1]
+            self.fact_index = facts, self.facts.index(fact_entries(facts))
+        found = self.fact_index[1].search(query, vector, k)
+        return [(score, facts[entry.key]) for score, entry in found]
 
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        found = self.index_past().search(query, vector, 4 * k)
+        need_disk()
+        self.past.load()
+        said = ((s, self.files.turns_after(s, 0)) for s in self.files.sessions())
+        entries = [e for s, turns in said for e in message_entries(s, turns)]
+        self.unembedded = [e for e in entries if self.past.get(e) is None]
+        found = self.past.index(entries).search(query, vector, 4 * k)
         results = []
         for key in list(dict.fromkeys(entry.key for _, entry in found))[:k]:
             session_id, _, number = key.partition("/")
@@ -989,27 +966,24 @@ class User:
         return results
 
     def missing(self) -> list[Entry]:
-        """Return what has no vector: of the facts, and of past messages where they are indexed."""
+        """Return the facts, and of past messages those that were searched, without a vector."""
         entries = fact_entries(self.files.load().facts)
         missing = [entry for entry in entries if self.facts.get(entry) is None]
-        past = self.past_index[1].entries if self.past_index else []
-        return missing + [entry for entry in past if self.past.get(entry) is None]
+        return missing + [e for e in self.unembedded if self.past.get(e) is None]
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
         for entry, vector in vectors.items():
             (self.past if entry.session_id else self.facts).add(entry, vector)
-        self.fact_index = self.past_index = None
+        self.fact_index = None
 
-    def save_vectors(self, facts: Iterable[Fact], sessions: Iterable[str]) -> None:
-        """Write the vectors of these facts, and of what was said in these sessions."""
+    def save_vectors(self, state: State | None = None, without: str = "") -> None:
+        """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
         need_disk()
-        self.fact_index = self.past_index = None  # another process's may come in
+        facts = (state or self.files.load()).facts.values()
         self.facts.save(("", fact["text"]) for fact in facts)
+        sessions = [other for other in self.files.sessions() if other != without]
         said = ((s, row) for s in sessions for row in self.files.turns_after(s, 0))
         self.past.save((s, row[p]) for s, row in said for p in ("query", "response"))
-
-    def save_all_vectors(self) -> None:
-        self.save_vectors(self.files.load().facts.values(), self.files.sessions())
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -1071,48 +1045,31 @@ def delete_session(user: User, session_id: str) -> None:
     user.files.load()
     if not any(user.files.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
-    others = [other for other in user.files.sessions() if other != session_id]
-    user.save_vectors(user.files.load().facts.values(), others)
-    erase(
-        user.files.folder,
-        "*turns.faiss.*",
-        f".{session_id}.*",
-        f"{session_id}.*.corrupt-*",
-    )
-    erase(
-        user.files.folder,
-        f"{session_id}.*.json",
-        f"{session_id}.json",
-        f"{session_id}.*",
-    )
+    user.save_vectors(without=session_id)
+    strays = "*turns.faiss.*", f".{session_id}.*", f"{session_id}.*.corrupt-*"
+    rest = f"{session_id}.*.json", f"{session_id}.json", f"{session_id}.*"
+    erase(user.files.folder, *strays, *rest)
 
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
     need_disk()
     state = user.files.load().copy()
+    rows = state.history if fact_id else []
+    # Forgotten and learned again, the same words stand under two ids.
+    said = [{row["old_memory"], row["new_memory"]} - {None} for row in rows]
+    own = set().union(*(s for s, r in zip(said, rows) if r["memory_id"] == fact_id))
+    state.history = [row for texts, row in zip(said, rows) if not texts & own]
     if fact_id is None:
-        state.facts, state.history = {}, []
+        state.facts = {}
         for session_id in user.files.sessions():
             state.learned[session_id] = user.files.last_turn(session_id)
-    else:
-        rows, known = state.history, state.facts.pop(fact_id, None)
-        # Forgotten and learned again, the same words stand under two ids.
-        said = [said_in(row) for row in rows if row["memory_id"] == fact_id]
-        own = set().union(*said)
-        state.history = [row for row in rows if not own & said_in(row)]
-        if not known and not own:
-            raise NotFound("fact")
+    elif not state.facts.pop(fact_id, None) and len(state.history) == len(rows):
+        raise NotFound("fact")
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
-    user.save_vectors(state.facts.values(), user.files.sessions())
+    user.save_vectors(state)
     erase(user.files.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
     user.files.write(state)
-
-
-def said_in(row: HistoryRow) -> set[str]:
-    """Return the words of a row of history, for comparison."""
-    texts = (row["old_memory"], row["new_memory"])
-    return {folded(text).strip(" .!") for text in texts if text}
 
 
 def delete_user(user: User) -> None:
@@ -1736,8 +1693,8 @@ class Embedder:
 
     def __init__(self, embed: Embed | None, settings: Settings, degraded: Degraded):
         self.embed, self.settings, self.degraded = embed, settings, degraded
-        self.cache: dict[str, np.ndarray] = {}  # normalised, by text with its prefix
-        self.under_way: dict[str, asyncio.Task[None]] = {}  # by text
+        # By text with its prefix; what has failed is forgotten
+        self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
 
     async def vectors(
         self, texts: Iterable[str], timeout: float, prefix: str
@@ -1745,12 +1702,15 @@ class Embedder:
         """Return by text the vectors there in time, seconds; what is under way goes on."""
         # Models take some 512 tokens; servers refuse more, or cut.
         full = {text: cut(prefix + text, 1500) for text in texts}
-        asked = [t for t in full.values() if self.embed and t not in self.cache]
-        if new := [t for t in dict.fromkeys(asked) if t not in self.under_way]:
-            self.under_way |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
-        if tasks := {self.under_way[text] for text in asked}:
-            await asyncio.wait(tasks, timeout=timeout)
-        return {t: self.cache[long] for t, long in full.items() if long in self.cache}
+        new = [text for text in dict.fromkeys(full.values()) if text not in self.asked]
+        if not self.embed or not full:
+            return {}
+        if new:
+            self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
+        tasks = {text: self.asked[long] for text, long in full.items()}
+        done, _ = await asyncio.wait({*tasks.values()}, timeout=timeout)
+        found = {t: task.result() for t, task in tasks.items() if task in done}
+        return {t: some[full[t]] for t, some in found.items() if full[t] in some}
 
     async def query_vector(self, query: str) -> np.ndarray | None:
         limit, prefix = self.settings.embedding_timeout, self.settings.query_prefix
@@ -1758,24 +1718,26 @@ class Embedder:
         self.degraded.note("embeddings", failed=found is None)
         return found
 
-    async def ask(self, texts: list[str]) -> None:
+    async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed
         try:
-            for text, vector in zip(texts, await self.embed(texts), strict=True):
-                vector = np.asarray(vector, "float32").ravel()
-                norm = float(np.linalg.norm(vector))
-                # What has no direction counts as far from everything, and is not asked again.
-                usable = 0 < norm < math.inf
-                self.cache[text] = vector / norm if usable else np.zeros_like(vector)
-            for text in list(self.cache)[:-2000]:
-                del self.cache[text]
-            self.degraded.note("embeddings", failed=False)
+            vectors = [unit_vector(vector) for vector in await self.embed(texts)]
+            found = dict(zip(texts, vectors, strict=True))
+            gone = list(self.asked)[:-2000]
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
-            self.degraded.note("embeddings", failed=True)
-        finally:
-            for text in texts:
-                self.under_way.pop(text, None)
+            found, gone = {}, texts
+        self.degraded.note("embeddings", failed=not found)
+        for text in gone:
+            self.asked.pop(text, None)
+        return found
+
+
+def unit_vector(vector: Any) -> np.ndarray:
+    """Return a vector's direction; what has none counts as far from everything."""
+    vector = np.asarray(vector, "float32").ravel()
+    norm = float(np.linalg.norm(vector))
+    return vector / norm if 0 < norm < math.inf else np.zeros_like(vector)
 
 
 def make_folder(folder: str | Path) -> Path:
@@ -1836,23 +1798,23 @@ class Memory:
 
     async def close(self) -> None:
         """End learning (what is not done stays on disk) and write the vectors."""
-        tasks = [*self.learner.stop(), *self.embedder.under_way.values()]
+        tasks = [*self.learner.stop(), *self.embedder.asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for user in [user for user in self.users.values() if user.is_dirty()]:
             # What a full disk keeps from being written is made again.
             with suppress(NotFound, OSError):
-                await user.run(user.save_all_vectors)
+                await user.run(user.save_vectors)
         self.locks.close()
 
     def use_model(self, model: str) -> None:
         """Embed by another model from now on; what is indexed by the old one is made again."""
         self.model = model
-        self.embedder.cache.clear()
+        self.embedder.asked.clear()
         for user in self.users.values():
             user.facts.model = user.past.model = model
-            user.fact_index = user.past_index = None
+            user.fact_index = None
 
     def user(self, key: str) -> "User":
         known = self.users.pop(key, None)
@@ -1923,13 +1885,11 @@ class Memory:
     ) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         vector = await self.embedder.query_vector(query)
-        facts, index = await user.run(user.index_facts)
         rerank = rerank and self.rerank is not None
-        found = index.search(query, vector, max(k, RERANKED) if rerank else k)
-        ranked = [(score, facts[entry.key]) for score, entry in found]
+        count = max(k, RERANKED) if rerank else k
+        ranked = await user.run(user.search_facts, query, vector, count)
         degraded = [] if vector is not None else ["embeddings"]
-        if vector is not None and len(index.places) < len(facts):
-            self.learner.schedule(user.key)  # some have lost their vectors
+        self.learner.schedule(user.key)  # some facts may have lost their vectors
         if rerank and ranked:
             order = await self.reranked(query, ranked, k)
             degraded += [] if order else ["rerank"]
@@ -1944,14 +1904,15 @@ class Memory:
             async with asyncio.timeout(self.settings.rerank_timeout):
                 texts = [fact["text"] for _, fact in found]
                 best = await self.rerank(query[:2000], texts, k)
-            scores = {range(len(found))[n]: float(score) for n, score in best if n >= 0}
+            scores = [(float(score), place) for place, score in best]
             # Each once, none missing or made up, whatever the server sends.
-            if len(best) != len(scores) or len(best) < min(k, len(found)):
+            places = {range(len(found))[place] for _, place in scores if place >= 0}
+            if not len(scores) == len(places) >= min(k, len(found)):
                 raise ValueError("not the best of what was sent")
-            if not all(map(math.isfinite, scores.values())):
+            if not all(math.isfinite(score) for score, _ in scores):
                 raise ValueError("no scores")
-            order = [(score, found[n][1]) for n, score in scores.items()]
-            order.sort(key=lambda pair: -pair[0])
+            scores.sort(reverse=True)
+            order = [(score, found[place][1]) for score, place in scores]
         except Exception:  # whatever it did: the order stands
             log.warning("reranking failed", exc_info=True)
         self.degraded.note("rerank", failed=not order)
@@ -1964,10 +1925,9 @@ class Memory:
     ) -> list[Row]:
         """Return a user's facts with their score: all, or at most k that bear on a query."""
         try:
-            if query is None:
-                state, at = await self.user_data(user_id, load_state), datetime.now(UTC)
-                found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
-            else:
+            state, at = await self.user_data(user_id, load_state), datetime.now(UTC)
+            found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
+            if query is not None:
                 found, _ = await self.search(self.named(user_id), query, k)
         except NotFound:
             return []
@@ -2097,7 +2057,7 @@ class Learner:
         if user.is_dirty() and rest > 0 and not self.memory.evict():
             return rest
         if user.is_dirty():
-            await user.run(user.save_all_vectors)
+            await user.run(user.save_vectors)
         return None
 
     async def learn(

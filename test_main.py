@@ -5521,7 +5521,7 @@ def write_indexes(chat):
 
     for user in chat.service.memory.users.values():
         with suppress(memory.NotFound):
-            user.save_all_vectors()
+            user.save_vectors()
 
 
 def leave_strays(folder):

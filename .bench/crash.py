@@ -155,7 +155,7 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
             for user in list(service.users.values()):
                 if user.is_dirty():
                     with suppress(memory.NotFound):
-                        await user.run(user.save_all_vectors)
+                        await user.run(user.save_vectors)
 
     talks = (talk(n, *place) for n, place in enumerate(SESSIONS))
     await asyncio.gather(*talks, save_indexes())
