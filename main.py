@@ -11,6 +11,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -85,7 +86,9 @@ def secret(name: str, default: str = "") -> str:
     return os.environ.get(name, "").strip() or default
 
 
-API_KEY = secret("API_KEY")  # of this service; empty: open to all
+API_KEY = secret("API_KEY")  # of this service; not set: open to all
+if os.environ.get("API_KEY") and not API_KEY:
+    raise SystemExit("API_KEY is blank: set it to a secret, or unset it")
 BASE_URL = address("OPENAI_BASE_URL")
 OPENAI_API_KEY = secret("OPENAI_API_KEY", "EMPTY" if BASE_URL else "")
 CHAT_MODEL = os.environ.get("CHAT_MODEL") or ("" if BASE_URL else "gpt-4.1-mini")
@@ -121,7 +124,7 @@ DATA_DIR = Path(os.environ.get("DATA_DIR") or "data").absolute()
 try:
     memory.make_folder(DATA_DIR)
 except (OSError, ValueError) as error:
-    raise SystemExit(f"DATA_DIR cannot be used: {error}") from None
+    raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 CONNECT_TIMEOUT = min(5.0, UPSTREAM_TIMEOUT)  # seconds
 MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_BODY = 1 << 20  # bytes of one request
@@ -136,6 +139,7 @@ A user message may begin with a [MEMORY HINTS] block: notes kept by this service
 Call a tool when it gives a better answer than you can; do not call one for small talk."""
 
 log = logging.getLogger("main")
+start_log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` shows
 Json = dict[str, Any]  # an object on the wire
 
 
@@ -942,7 +946,8 @@ def skip(text: str, place: int) -> int:
 class Endpoint:
     """A server that speaks OpenAI's API, and the model that is asked there."""
 
-    def __init__(self, key: str, url: str, model: str):
+    def __init__(self, setting: str, key: str, url: str, model: str):
+        self.setting = setting  # that names the model
         timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=CONNECT_TIMEOUT)
         # Redirects would carry prompts elsewhere.
         self.http = DefaultAioHttpClient(follow_redirects=False, timeout=timeout)
@@ -953,6 +958,7 @@ class Endpoint:
         self.headers = {n: v for n, v in headers.items() if isinstance(v, str)}
         self.model, self.context_tokens = model, CONTEXT_TOKENS  # 0: not known
         self.unsupported: dict[str, float] = {}  # part of a request → until when
+        self.served: list[str] = []  # models, as last seen
         self.answers, self.asked_at = False, -math.inf  # the last request; monotonic
         self.looking = asyncio.Lock()  # one look for all who ask meanwhile
 
@@ -964,11 +970,11 @@ class Endpoint:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (four libraries fail here)
             failure = upstream_failure(error)
             self.answers = failure.code in (REJECTED, TOO_LONG)
             self.asked_at = time.monotonic()
-            raise failure from error
+            raise failure from first_cause(error)
         self.answers, self.asked_at = True, time.monotonic()
 
     async def post(self, path: str, body: Json, patience: float = 1) -> httpx2.Response:
@@ -1017,8 +1023,25 @@ class Endpoint:
             client = self.client.with_options(timeout=limit, max_retries=0)
             models = (await client.models.list()).data
         self.model = self.model or next((model.id for model in models), "")
+        self.served = [model.id for model in models]
         sizes = {m.id: (m.model_extra or {}).get("max_model_len") for m in models}
         self.context_tokens = self.context_tokens or sizes.get(self.model) or 8192
+
+    async def introduce(self) -> None:
+        """Look at the endpoint, and log what is used there, or what to set."""
+        url = self.client.base_url
+        try:
+            await self.look()
+        except Failure as error:
+            why = f"{error.message} {error.__cause__!r:.300}"
+            start_log.warning("%s at %s cannot be asked: %s", self.setting, url, why)
+            return
+        start_log.info("%s is %s at %s", self.setting, self.model or "not known", url)
+        if self.model not in self.served:
+            found = ", ".join(self.served[:9]) or "no model"
+            start_log.warning(
+                "%s must be what is served there: %s", self.setting, found
+            )
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first."""
@@ -1187,11 +1210,11 @@ def too_long(error: BaseException | None) -> bool:
     return bool(re.search("context.(length|window)|maximum context|too long", said))
 
 
-def timed_out(error: BaseException | None) -> bool:
-    """Tell whether time ran out; openai says so of a refused connection too."""
-    while error and not isinstance(error, TimeoutError):
+def first_cause(error: BaseException) -> BaseException:
+    """Return what lies under the layers' own errors, to some of which all is a time-out."""
+    while error.__cause__ and not isinstance(error, TimeoutError):
         error = error.__cause__
-    return error is not None
+    return error
 
 
 def upstream_failure(error: Exception) -> Failure:
@@ -1199,14 +1222,17 @@ def upstream_failure(error: Exception) -> Failure:
     status = getattr(error, "status_code", 0)
     if isinstance(error, RecursionError):
         return Failure(REJECTED, "The request is nested too deeply.")
-    if timed_out(error) or status == 408:
+    if isinstance(first_cause(error), TimeoutError) or status == 408:
         return Failure(TIMEOUT, "The model's endpoint took too long.")
     if status in (400, 413, 422) and too_long(error):
         return Failure(TOO_LONG, "The conversation does not fit the context.")
     if 400 <= status < 500 and status != 429:
-        return Failure(
-            REJECTED, f"The model's endpoint refused the request ({status})."
-        )
+        check = {401: " Check its key.", 404: " Check its URL and the model's name."}
+        said = f"The model's endpoint refused the request ({status})."
+        return Failure(REJECTED, said + check.get(status, ""))
+    if isinstance(first_cause(error), OSError):
+        said = "The model's endpoint cannot be reached: check its URL and that it runs."
+        return Failure(UNAVAILABLE, said)
     return Failure(UNAVAILABLE, "The model's endpoint is not available.")
 
 
@@ -1215,15 +1241,18 @@ class Service:
 
     def __init__(self) -> None:
         own = OPENAI_API_KEY, BASE_URL
-        self.chat_endpoint = Endpoint(*own, CHAT_MODEL) if OPENAI_API_KEY else None
+        self.chat_endpoint = None
+        if OPENAI_API_KEY:
+            self.chat_endpoint = Endpoint("CHAT_MODEL", *own, CHAT_MODEL)
         self.embedder = self.reranker = None
         if EMBEDDING_BASE_URL:
             where = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
-            self.embedder = Endpoint(*where, EMBEDDING_MODEL)
+            self.embedder = Endpoint("EMBEDDING_MODEL", *where, EMBEDDING_MODEL)
         elif EMBEDDING_MODEL and OPENAI_API_KEY:
-            self.embedder = Endpoint(*own, EMBEDDING_MODEL)
+            self.embedder = Endpoint("EMBEDDING_MODEL", *own, EMBEDDING_MODEL)
         if RERANK_BASE_URL:
-            self.reranker = Endpoint(RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL)
+            where = RERANK_API_KEY, RERANK_BASE_URL
+            self.reranker = Endpoint("RERANK_MODEL", *where, RERANK_MODEL)
         settings = memory.Settings(
             *(HINT_TOKENS, HINT_K, HISTORY_TURNS, bool(SUMMARIES), MAX_FACTS),
             *(LEARN_CONCURRENCY, EMBEDDING_TIMEOUT, RERANK_TIMEOUT),
@@ -1246,8 +1275,13 @@ class Service:
 
     async def open(self) -> None:
         await self.memory.open()
-        # So that connections are open; where it fails, the first turn tries again.
-        await asyncio.gather(*(endpoint.health() for endpoint in self.endpoints()))
+        start_log.info("The data is in %s (DATA_DIR).", DATA_DIR)
+        if not self.chat_endpoint:
+            start_log.warning(NOT_CONFIGURED)
+        if not self.embedder:
+            start_log.warning(NO_EMBEDDINGS)
+        looks = (endpoint.introduce() for endpoint in self.endpoints())
+        await asyncio.gather(*looks)
         known = self.chat_endpoint and self.chat_endpoint.context_tokens
         self.memory.learner.context_tokens = known or 8192
 
@@ -1261,22 +1295,31 @@ class Service:
         for endpoint in self.endpoints():
             await endpoint.client.close()
 
-    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
-        """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
+    def begin(
+        self, request: TurnRequest, events: EventStream, user: str
+    ) -> EventStream:
+        """Start a turn in a task of its own; 503 where there is no endpoint or no room.
+
+        Args:
+            user: Who asks, also where no memory is read or written; "": not known.
+        """
         if not self.chat_endpoint:
             raise HTTPException(503, NOT_CONFIGURED)
-        key = request.user, request.session
         # A place is free when its turn and its response have both ended.
         for other in list(self.running):
             if other.closed and other.task.done():
                 del self.running[other]
-        before = [k for other, k in self.running.items() if not other.task.done()]
-        waiting = before.count(key) if request.user else 0
-        if len(self.running) >= MAX_CONCURRENT_TURNS or waiting > MAX_WAITING:
+        own = [session for name, session in self.running.values() if name == user]
+        full = len(self.running) >= MAX_CONCURRENT_TURNS
+        if user:
+            full = full or len(own) >= max(1, MAX_CONCURRENT_TURNS // 4)
+        if request.session:
+            full = full or own.count(request.session) > MAX_WAITING
+        if full:
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
         events.task = asyncio.create_task(run_turn(self, request, events))
         events.task.add_done_callback(events.turn_ended)
-        self.running[events] = key
+        self.running[events] = user, request.session
         return events
 
     async def context_tokens(self) -> int:
@@ -1339,6 +1382,10 @@ class Service:
 NOT_CONFIGURED = (
     "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL for your own."
 )
+NO_EMBEDDINGS = (
+    "No embeddings are configured, the memory is searched by words alone: "
+    "set EMBEDDING_BASE_URL, EMBEDDING_MODEL or both."
+)
 
 
 def vector_of(embedding: str | list[float]) -> np.ndarray:
@@ -1351,10 +1398,17 @@ def vector_of(embedding: str | list[float]) -> np.ndarray:
 # --- HTTP ---
 
 
+def is_not_of_a_cut(record: logging.LogRecord) -> bool:
+    """Keep back what uvicorn says when we have cut a client, which is in the log."""
+    return "returned without completing response" not in record.getMessage()
+
+
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    start_log.addFilter(is_not_of_a_cut)
     if not API_KEY:
-        log.warning("API_KEY is not set: whoever reaches this port may act for anyone")
+        said = "everyone who reaches this port can read all memories"
+        start_log.warning("API_KEY is not set: %s.", said)
     app.state.service = service = Service()
     await service.open()
     yield
@@ -1384,8 +1438,12 @@ def require_token(app: ASGIApp) -> ASGIApp:
             scope["token"] = token = bearer_token(scope)
             # Whose token it is, if not the key, shows when the route knows the user.
             formed = is_key(token) or re.fullmatch(rb"[0-9a-f]{64}", token)
+            error = None
             if API_KEY and not formed and scope["path"] not in OPEN:
                 error = http_error(scope["path"], 401, "A valid token is needed.")
+            if not API_KEY and not is_own_host(scope):
+                error = http_error(scope["path"], 403, STRANGE_HOST)
+            if error:
                 return await error(scope, receive, send)
         await app(scope, receive, send)
 
@@ -1393,6 +1451,28 @@ def require_token(app: ASGIApp) -> ASGIApp:
 
 
 app.add_middleware(require_token)
+
+
+STRANGE_HOST = (
+    "This host name could be a stranger's: set API_KEY, or use an IP address."
+)
+OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
+
+
+def is_own_host(scope: Scope) -> bool:
+    """Tell whether a request names a host that no stranger can have.
+
+    A web page anywhere may point its own name at 127.0.0.1 and read what answers there
+    (DNS rebinding).
+    """
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) > 1:
+        return False
+    host = hosts[0].decode("latin-1").lower() if hosts else ""
+    host = re.sub(r":\d*$", "", host).removesuffix(".")
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host.strip("[]")))
+    return "." not in host or host.endswith(OWN_DOMAINS)
 
 
 def bearer_token(scope: Scope) -> bytes:
@@ -1412,7 +1492,8 @@ def http_error(path: str, status: int, detail: Any, headers: Any = None) -> Resp
     if path.startswith("/v1/"):
         status = 400 if status == 422 else status
         if isinstance(detail, list):  # of a body that does not fit
-            detail = "; ".join(f"{e['loc'][1:]}: {e['msg']}" for e in detail)
+            found = [(".".join(map(str, e["loc"][1:])), e["msg"]) for e in detail]
+            detail = "; ".join(": ".join(filter(None, pair)) for pair in found)
         content = openai_error(status, detail)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
     return Response(to_json(content), status, headers, "application/json")
@@ -1429,6 +1510,13 @@ async def on_error(request: Request, error: Any) -> Response:
     if isinstance(error, RequestValidationError):
         status = 422
         detail = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
+        if (
+            "json" not in request.headers.get("content-type", "")
+            and request.method == "POST"
+        ):
+            detail[0]["msg"] = (
+                "Send JSON, with the header Content-Type: application/json"
+            )
     elif isinstance(error, StarletteHTTPException):
         # 400 is FastAPI's word for a body that it cannot read.
         status = 422 if error.status_code == 400 else error.status_code
@@ -1507,7 +1595,8 @@ and /sessions, GET /health. The README says more.
 """
 
 
-@app.api_route("/health", methods=["GET", "HEAD"])
+@app.get("/health")
+@app.head("/health", include_in_schema=False)
 async def health() -> Json:
     return await service().health()
 
@@ -1521,7 +1610,7 @@ async def openapi() -> Json:
 async def chat(body: ChatBody) -> Response:
     user, session, reasoning = body.user_id, str(body.session_id), body.reasoning_mode
     request = TurnRequest(body.message, user, session, bool(reasoning))
-    return service().begin(request, EventStream())
+    return service().begin(request, EventStream(), user)
 
 
 @app.post("/v1/chat/completions")
@@ -1543,7 +1632,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
             turn.options["tool_choice"] = body.tool_choice
     usage = as_dict(body.stream_options).get("include_usage") is True
     answer = OpenAIStream(service().chat, bool(body.stream), usage)
-    return service().begin(turn, answer)
+    return service().begin(turn, answer, body.user or "")
 
 
 def agreeing_value(request: Request, given: Any, header: str) -> str:

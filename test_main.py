@@ -316,11 +316,15 @@ def learn(asked):
 class Server:
     """An ASGI application on a real socket, in a thread of this process."""
 
+    log_level = "warning"
+
     def __init__(self, app, **options):
-        self.socket = socket.socket()
+        self.app, self.socket = app, socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        options = {"log_level": "warning", "lifespan": "auto"} | options
+        # As it is installed; with [standard] uvicorn would take others.
+        known = {"http": "h11", "loop": "asyncio", "log_level": self.log_level}
+        options = known | {"log_config": None, "access_log": False} | options
         self.server = uvicorn.Server(uvicorn.Config(app, **options))
         self.thread = threading.Thread(
             target=self.server.run, args=([self.socket],), daemon=True
@@ -450,6 +454,13 @@ def start(model, tmp_path, monkeypatch):
                 main.app.state.service = before
 
     return run
+
+
+@pytest.fixture
+def server_log(caplog, monkeypatch):
+    """The log, with what uvicorn says."""
+    monkeypatch.setattr(Server, "log_level", "info")
+    return caplog
 
 
 @pytest.fixture
@@ -620,6 +631,7 @@ def process(folder, url, **environment):
     known = {"OPENAI_BASE_URL": url, "EMBEDDING_BASE_URL": url, "DATA_DIR": str(folder)}
     known |= {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
     known |= {"UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "10"}
+    known |= {"UVICORN_HTTP": "h11", "UVICORN_LOOP": "asyncio"}
     command = [sys.executable, "-m", "uvicorn", "main:app", "--port", "0"]
     with (
         tempfile.TemporaryFile("w+") as stdout,
@@ -808,6 +820,7 @@ def test_what_a_web_page_can_post_without_asking_is_422(chat, model):
         headers = {"content-type": kind} if kind else {}
         reply = chat.http.post("/chat", content=json.dumps(GOOD), headers=headers)
         assert reply.status_code == 422, kind
+        assert "Content-Type: application/json" in reply.json()["detail"][0]["msg"]
     assert not model.requests
 
 
@@ -1219,6 +1232,26 @@ def test_too_many_turns_at_once_are_refused(start, model):
         wait_for(lambda: chat.post("Hi!", session=B).status_code == 200)
 
 
+def test_a_user_has_a_quarter_of_all_places_and_nameless_requests_are_not_counted(
+    start, model
+):
+    model.replies += [[WAIT, *says("Late.")] for _ in range(4)]
+    with start(MAX_CONCURRENT_TURNS=8) as chat:
+        turns = [in_background(chat.ask, "Hi!", session=s) for s in (A, B)]
+        turns += [in_background(complete, chat, "Hi!") for _ in range(2)]
+        wait_for(lambda: running(chat) == 4)
+
+        refused = chat.post("Hi!", session=C)
+        unremembered = refusal_of(chat, "Hi!", user="ann", store=False)
+
+        assert refused.status_code == unremembered.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert answer(chat.ask("Hi!", user="bob"))
+        model.gate.set()
+        assert all(turn.result(20) for turn in turns)
+        assert answer(chat.ask("Hi!", session=C))
+
+
 # --- Clients that leave ---
 
 
@@ -1290,12 +1323,14 @@ def test_the_answer_of_a_turn_ends_with_its_end(end):
     assert [json.loads(line)["type"] for line in lines] == ["token", end]
 
 
-def test_a_client_that_takes_nothing_for_a_minute_is_cut(start, model):
+def test_a_client_that_takes_nothing_for_a_minute_is_cut(start, model, server_log):
     model.replies.append(LONG_ANSWER)
     settings = {"READ_TIMEOUT": 0.3, "MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
     with start(**settings) as chat, unread(chat, ASKED):
         wait_for(lambda: model.requests)
         wait_for(lambda: chat.post("Me too.", B).status_code == 200)
+    assert "an answer was cut" in server_log.text
+    assert "ERROR" not in server_log.text
 
 
 def test_answers_that_nobody_reads_count_as_turns(start, model):
@@ -1571,6 +1606,14 @@ def test_requests_go_through_the_proxy_but_for_hosts_that_want_none(
     assert hosts == {"models.test", model.url[7:-3]}
 
 
+def test_no_redirect_is_followed(chat, model):
+    with Server(StandIn()) as stranger:
+        headers = [(b"location", f"{stranger.url}/v1/chat/completions".encode())]
+        model.replies.append((307, {}, headers))
+        assert chat.ask("Hi!")[-1]["code"] == "upstream_unavailable"
+    assert not stranger.app.headers
+
+
 NO_ANSWERS = {
     "leads nowhere": (302, {}),
     "a huge error": (403, {"error": "x" * 3_000_000}),
@@ -1745,7 +1788,76 @@ def test_embeddings_go_to_a_server_of_their_own(start, model, name):
     assert {h[b"authorization"] for h in model.headers} == {b"Bearer c"}
 
 
+def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, server_log):
+    def lines(**settings):
+        server_log.clear()
+        with start(**settings) as chat:
+            assert str(chat.folder) in server_log.text
+        return [r.getMessage() for r in server_log.records if r.name == "uvicorn.error"]
+
+    def says(lines, *words):
+        return any(all(word in line for word in words) for line in lines)
+
+    set_ = lines(API_KEY="x")
+    assert says(set_, "CHAT_MODEL", "stand-in") and says(set_, "EMBEDDING_MODEL", "bag")
+    assert not says(set_, "API_KEY")
+    assert says(lines(CHAT_MODEL="gone"), "CHAT_MODEL", "stand-in", "must")
+    refused = lines(BASE_URL=closed_port)
+    assert says(refused, "CHAT_MODEL", closed_port, "Refused", "check its URL")
+    assert not says(refused, "Timeout") and not says(refused, "timed out")
+    nothing = lines(**NOTHING_SET, EMBEDDING_MODEL="")
+    assert says(nothing, "OPENAI_API_KEY", "OPENAI_BASE_URL")
+    assert says(nothing, "API_KEY", "everyone") and says(nothing, "EMBEDDING_BASE_URL")
+
+
 # --- Who may ---
+
+
+OWN_HOSTS = [
+    "127.0.0.1", "127.0.0.1:8000", "10.0.0.1.", "[::1]", "[::1]:8000", "localhost",
+    "LOCALHOST:80", "memory", "memory:8000", "my_service.", "a.localhost", "mac.local",
+    "x.y.internal", "chat.default.svc", "nas.LAN", "nas.home.arpa.:8000", None,
+    "[::ffff:10.0.0.1]:1",
+]  # fmt: skip
+STRANGE_HOSTS = [
+    "evil.example", "evil.example:8000", "EVIL.example.", "localhost.evil.example",
+    "127.0.0.1.evil.example", "10.0.0.1.evil", "evillocal.com", "1.2.3", "a.svcs",
+    "home.arpa.evil", "127.0.0.1\r\nHost: 127.0.0.1",
+]  # fmt: skip
+
+
+def answer_for(chat, host, path="/users/ann/sessions", headers=""):
+    """Return the status and the body of what a request with a Host header gets."""
+    named = f"Host: {host}\r\n" if host else ""
+    version = "1.1" if host else "1.0"
+    request = f"GET {path} HTTP/{version}\r\n{named}{headers}Connection: close\r\n\r\n"
+    with unread(chat, request.encode()) as client:
+        reply = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    return int(reply.split()[1]), reply.partition("\r\n\r\n")[2]
+
+
+def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
+    with start() as chat:
+        for host in OWN_HOSTS:
+            assert answer_for(chat, host)[0] == 200, host
+        for host in STRANGE_HOSTS:
+            status, _ = answer_for(chat, host)
+            assert status in ((400, 403) if "\r" in host else (403,)), host
+        assert "set API_KEY, or use an IP address" in answer_for(chat, "a.b")[1]
+        assert json.loads(answer_for(chat, "a.b", "/v1/models")[1])["error"]["message"]
+        assert answer_for(chat, "a.b", "/health")[0] == 403
+    with start(API_KEY="k") as chat:
+        bearer_ = "Authorization: Bearer k\r\n"
+        assert answer_for(chat, "evil.example", headers=bearer_)[0] == 200
+
+
+def test_health_answers_head_and_the_schema_warns_of_nothing(chat, recwarn):
+    import main
+
+    assert chat.http.head("/health").status_code == 200
+    main.app.openapi_schema = None
+    assert chat.http.get("/openapi.json").status_code == 200
+    assert not [w for w in recwarn if "Operation ID" in str(w.message)]
 
 
 KEY = "sesame"
@@ -2136,6 +2248,8 @@ def test_nothing_is_written_outside_the_data_folder_and_nothing_printed(
     assert not [line for line in stdout.splitlines() if '" 20' not in line], stdout
     [warned] = [n for n in stderr.splitlines() if not n.startswith("INFO:  ")]
     assert "API_KEY" in warned
+    for word in (str(data), "CHAT_MODEL is stand-in", "EMBEDDING_MODEL is stand-in"):
+        assert word in stderr
 
 
 BAD_SETTINGS = [
@@ -2147,6 +2261,7 @@ BAD_SETTINGS = [
     ("CHAT_EXTRA_BODY", "[1]"),
     ("CHAT_EXTRA_BODY", "{"),
     ("OPENAI_BASE_URL", "localhost:8000/v1"),
+    ("API_KEY", "  "),
     ("DATA_DIR", "/proc/x"),
     ("DATA_DIR", "TMP"),  # of an older version
 ]
@@ -5869,6 +5984,7 @@ def normal(name):
 @example("a~b", "a-b")
 @example("K", "\u212a")
 @example("ann~17239b6e250110330eda64a29c610bf1", "Ann")
+@example("Ann 僶叶一", "Ann 壜以丁")  # whose hashes begin with the same 48 bits
 def test_a_name_has_one_form_and_one_folder_that_is_safe_on_any_disk(one, two):
     one, two = normal(one), normal(two)
     for name in filter(None, (one, two)):
@@ -7096,7 +7212,7 @@ def test_a_bad_request_is_400_in_openais_shape(shared, picky, body, stream):
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    assert "Traceback" not in reply.text and not picky.requests
+    assert not re.search(r"Traceback|\([\"']|,\)", reply.text) and not picky.requests
     assert not (shared.folder / "nobody").exists()
 
 

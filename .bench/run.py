@@ -9,6 +9,8 @@ pause; clients, endpoint and server share the machine's cores. Figures are media
 rounds; ratios are taken within a round. Mem0's loop plays one. The endpoint has no limit,
 so the service learns with LEARN_CONCURRENCY=64 here; its default of 4, which spares a real
 model, would be all that is measured: LEARN_CONCURRENCY=4 python .bench/run.py
+
+The endpoint and the clients need `pip install uvloop`; the servers run without it.
 """
 
 import argparse
@@ -295,11 +297,12 @@ def mem0() -> Any:
 # --- Processes ---
 
 
+AS_INSTALLED = "--http", "h11", "--loop", "asyncio", "--log-level", "warning"
 COMMANDS = {
     "direct": [str(HERE / "run.py"), "--endpoint"],  # the endpoint itself
-    "plain": ["-m", "uvicorn", "run:plain", "--factory", "--log-level", "warning"],
-    "service": ["-m", "uvicorn", "main:app", "--log-level", "warning"],
-    "Mem0": ["-m", "uvicorn", "run:mem0", "--factory", "--log-level", "warning"],
+    "plain": ["-m", "uvicorn", "run:plain", "--factory", *AS_INSTALLED],
+    "service": ["-m", "uvicorn", "main:app", *AS_INSTALLED],
+    "Mem0": ["-m", "uvicorn", "run:mem0", "--factory", *AS_INSTALLED],
 }
 COMMANDS["Mem0, later"] = COMMANDS["Mem0"]
 
