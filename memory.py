@@ -939,13 +939,15 @@ class User:
         vectors = len(known) * known[-1].nbytes if known else 0
         return 2000 + sum(found[1] for found in stamps if found) + vectors
 
-    def search_facts(self, query: str, vector: np.ndarray | None, k: int) -> Ranked:
+    def search_facts(
+        self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
+    ) -> Ranked:
         facts = self.files.load().facts
         if self.facts.load() or not self.fact_index or self.fact_index[0] is not facts:
             if len(facts) > 300:  # it takes more than 5 ms
                 need_disk()
             self.fact_index = facts, self.facts.index(fact_entries(facts))
-        found = self.fact_index[1].search(query, vector, k)
+        found = self.fact_index[1].search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
 
     def search_past(
@@ -1241,7 +1243,10 @@ def stem(word: str) -> str:
 
 
 def admit(
-    proposed: list[Any], shown: list[Fact], turns: list[Unlearned]
+    proposed: list[Any],
+    shown: list[Fact],
+    turns: list[Unlearned],
+    nearest: dict[str, str] | None = None,
 ) -> list[Operation]:
     """Return the operations of an answer that may pass, in their final form.
 
@@ -1251,31 +1256,40 @@ def admit(
     Args:
         proposed: What the model answered, any JSON.
         shown: The facts that it was shown, under their places in this list.
+        nearest: By turn, the id of the fact that is nearest to the query by its vector.
     """
     admitted: dict[Any, Operation] = {}
-    known = [operation for operation in proposed if isinstance(operation, dict)]
-    for number, operation in enumerate(known):
-        if final := admitted_form(operation, shown, turns):
+    for operation in filter(lambda one: isinstance(one, dict), proposed):
+        final = admitted_form(operation, shown, turns, nearest or {})
+        for part in split(final) if final else []:
             # Weak models say "I left Shell": delete 0, "I'm with Total": update 0.
-            key = final.get("id", number)
-            if not (final["op"] == "delete" and key in admitted):
-                admitted[key] = final
+            key = part.get("id", len(admitted))
+            if not (part["op"] == "delete" and key in admitted):
+                admitted[key] = part
     return list(admitted.values())
 
 
 def admitted_form(
-    operation: Operation, shown: list[Fact], turns: list[Unlearned]
+    operation: Operation,
+    shown: list[Fact],
+    turns: list[Unlearned],
+    nearest: dict[str, str],
 ) -> Operation | None:
     op, id, text = operation.get("op"), operation.get("id"), operation.get("text")
     evidence = operation.get("evidence")
     said = [turn for turn in turns if is_said(evidence, turn.row["query"])]
     known = shown[id] if type(id) is int and 0 <= id < len(shown) else None  # not True
-    if not said or not (op == "add" or (op in ("update", "delete") and known)):
+    if not said or not (op in ("add", "delete") or (op == "update" and known)):
         return None
-    final = {"op": op, "turn": said[-1]}
-    final |= {"id": known["id"]} if known and op != "add" else {}
+    final: Operation = {"op": op, "turn": said[-1]}
     if op == "delete":
-        return final
+        # That something was said does not prove that it bears on the fact.
+        words = key_words(said[-1].row["query"])
+        meant = [fact for fact in shown if key_words(fact["text"]) & words]
+        if not known and len(meant) == 1 and type(id) in (int, type(None)):
+            [known] = meant
+        bears = known and (known in meant or nearest.get(said[-1].key) == known["id"])
+        return final | {"id": known["id"]} if known and bears else None
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     importance = importance if importance > -math.inf else 0.5  # no NaN either
@@ -1283,14 +1297,62 @@ def admitted_form(
     echo = op == "update" and known and text == known["text"]
     if importance < 0.2 or echo or planted or not storable(text):
         return None
+    if op == "update" and known and key_words(known["text"]) & key_words(text):
+        final["id"] = known["id"]
+    else:
+        final["op"] = "add"
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     return final | {"text": text, "kind": kind, "importance": importance}
 
 
+def split(operation: Operation) -> list[Operation]:
+    """Return one operation for each name, so that one can end while the others go on."""
+    texts = split_names(operation.get("text", ""))
+    rest = {name: value for name, value in operation.items() if name != "id"}
+    more = [rest | {"op": "add", "text": text} for text in texts[1:]]
+    return [operation | {"text": texts[0]}, *more]
+
+
+def split_names(text: str) -> list[str]:
+    """Return "User uses A, B and C for work" as a sentence for each of these names."""
+    if not (match := NAMES.fullmatch(text)):
+        return [text]
+    start, names, last, end = match.groups(default="")
+    return [f"{start} {name}{end}" for name in [*names.split(", "), last]]
+
+
+NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?: [^\Wa-z_][\w+#-]*)?"
+NAMES = re.compile(
+    r"((?:The )?[Uu]ser(?: \w+s|'s [\w ]+? (?:are|include)))"
+    rf" ({NAME}(?:, {NAME})*),? and ({NAME})((?: (?:as|for|to|in|on|at|with|every) .*)?\.?)"
+)
+
+
 def is_said(evidence: Any, query: str) -> bool:
     """Tell whether words stand in a query, by letters and digits: 6 of them, or all."""
-    said, query = letters(str(evidence or "")), letters(query)
-    return said != "" and said in query and (len(said) >= 6 or said == query)
+    said = letters(str(evidence or ""))
+    # The model quotes what it was shown, which has no secrets.
+    forms = letters(query), letters(redact(query))
+    return any(
+        said in form and (len(said) >= 6 or said == form) for form in forms if said
+    )
+
+
+def key_words(text: str) -> set[str]:
+    """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
+    words: set[str] = set()
+    for word in content_words.__wrapped__(
+        USER.sub(" ", text)
+    ):  # not kept: it may be long
+        pairs = {word[n : n + 2] for n in range(max(1, len(word) - 1))}
+        words |= pairs if UNSPACED.match(word) else {word}
+    return words - STOP
+
+
+USER = re.compile(
+    r"用户|用戶|ユーザー|사용자|उपयोगकर्ता|المستخدم|пользовател\w*|kullanıcı\w*|\butente\b|gebruiker",
+    re.IGNORECASE,
+)
 
 
 def letters(text: str) -> str:
@@ -1525,11 +1587,17 @@ def learning_request(
     turns = []
     for _, row in batch:
         turn = {"at": row["ended_at"]}
-        for part, text in (("query", row["query"]), ("response", row["response"])):
+        response = "" if JUNK.fullmatch(row["response"]) else row["response"]
+        for part, text in (("query", row["query"]), ("response", response)):
             # Not all of it: to look through 32,000 characters takes 20 ms.
             turn[part] = cut(redact(text[: 2 * sizes[part]]), sizes[part])
         turns.append(turn)
     return learning_message(batch[-1].row["ended_at"][:10], facts, turns)
+
+
+JUNK = re.compile(
+    r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*"
+)  # an answer that says nothing
 
 
 def learning_message(today: str, facts: list[str], turns: list[Row]) -> Message:
@@ -2128,7 +2196,17 @@ class Learner:
         asked = await compute(size, learning_request, texts, batch, sizes)
         answer = await ask(self.complete, [*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
-        return await compute(size + len(answer), admit, proposed, shown, batch)
+        nearest = await self.nearest(user, batch) if '"delete"' in answer else {}
+        return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
+
+    async def nearest(self, user: "User", batch: list[Unlearned]) -> dict[str, str]:
+        """Return by turn the id of the fact whose vector is nearest, of three at least."""
+        found = {}
+        for turn in batch:
+            vector = await self.memory.embedder.query_vector(turn.row["query"])
+            for _, fact in await user.run(user.search_facts, "", vector, 1, False):
+                found[turn.key] = fact["id"]
+        return found
 
     async def shown(
         self, user: "User", state: State, batch: list[Unlearned], room: int
@@ -2328,27 +2406,34 @@ class Turn:
         """Search what is known about the user; use it when the hints do not hold the answer."""
         found, _ = await self.memory.search(self.user, query, max(1, min(k, 20)))
         lines = [hint_line(fact["text"]) for _, fact in found]
+        lines += [f'- just said: "{text}"' for text in self.just_said(None)[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
     async def propose_memory(self, items: list[str]) -> list[Row]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
         memory, user = self.memory, self.user
         turns = await user.run(user.files.turns_after, self.session_id, 0)
-        said = " ".join([row["query"] for row in turns] + [self.message])
-        spoken = set(await memory.locks.compute(len(said), content_words, said))
+        turns += [turn.row for turn in self.unlearned]
+        said = "\n".join([row["query"] for row in turns] + [self.message])
+        spoken = await memory.locks.compute(len(said), key_words, said)
         row: Any = {"turn": self.number, "ended_at": now()}
         operation = {"op": "add", "kind": "episodic", "importance": 0.5}
         operation |= {"turn": Unlearned(self.session_id, row)}
-        verdicts: list[Row] = []
-        apply, id = memory.store.apply, self.state.id
-        for text in map(one_line, items[:20]):
-            score, reason = support(text, spoken)
-            verdict = {"item": text, "score": round(score, 2), "accepted": not reason}
-            verdicts.append(verdict | ({"reason": reason} if reason else {}))
-            if not reason:
-                add = operation | {"text": text}
-                await memory.change(user, lambda *_, add=add: apply(add), id)
-        return verdicts
+
+        def keep(state: State, _: list[Unlearned]) -> list[Row]:
+            verdicts: list[Row] = []
+            for item in map(one_line, items[:20]):
+                score, reason = judge(item, spoken)
+                new = [text for text in split_names(item) if not is_known(state, text)]
+                reason = reason if new else "known already"
+                accepted = not new or not reason
+                verdict = {"item": item, "score": round(score, 2), "accepted": accepted}
+                verdicts.append(verdict | ({"reason": reason} if reason else {}))
+                for text in new if accepted else []:
+                    memory.store.apply(operation | {"text": text})
+            return verdicts
+
+        return await memory.change(user, keep, self.state.id)
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, when the user asks for it; several that fit are listed: ask which one."""
@@ -2382,14 +2467,16 @@ class Turn:
         return text
 
 
-def support(text: str, spoken: set[str]) -> tuple[float, str]:
+def is_known(state: State, text: str) -> bool:
+    return any(same_fact(text, fact["text"]) for fact in state.facts.values())
+
+
+def judge(text: str, spoken: set[str]) -> tuple[float, str]:
     """Return the share of a text's words that the user said, and why it may not be kept."""
-    own = {*content_words(text)} - STOP
+    own = key_words(text)
     score = len(own & spoken) / len(own) if own else 0.0
-    named = re.findall(r"\b(?:[^\W\d_a-z]\w*|\w*\d\w*)", text)  # names and numbers
     if not storable(text):
-        reason = "too long, passing, secret or an instruction"
-        return score, f"not something to keep: {reason}"
-    if score < 0.6 or ({stem(word.casefold()) for word in named} & own) - spoken:
-        return score, "the user did not say so in this conversation"
-    return score, ""
+        return score, "not to be kept: too long, passing, secret or an instruction"
+    if len(own) < 2:
+        return score, "not a statement about the user"
+    return score, "" if score >= 0.5 else "the user did not say so"

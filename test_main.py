@@ -2836,6 +2836,73 @@ def test_only_a_repetition_is_the_same_fact(a, b, same):
     assert memory.same_fact(b, a) is same
 
 
+def learn_by(chat, model, query, *operations):
+    """Say something that the model learns by these operations, each with it as evidence."""
+    fields = ("op", "id", "text")
+    named = [dict(zip(fields, one, strict=False)) for one in operations]
+    blank = change("add", None, query)
+    model.operations.append([blank | operation for operation in named])
+    chat.ask(query, session=str(uuid.uuid4()))
+    chat.learned()
+    return chat.facts()
+
+
+def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it(chat, model):
+    known = ["User's name is Marie.", "User works as a baker.", "User lives in Paris."]
+    teach(chat, model, known)
+    appointment = "User sees a dentist on Friday."
+    facts = learn_by(chat, model, "Dentist on Friday!", ("update", 0, appointment))
+    assert facts == [*known, appointment]
+    moved = ("update", 2, "User lives in Lyon.")
+    gone = [("delete", id) for id in (0, 1, 3)]
+    facts = learn_by(chat, model, "No, I moved to Lyon, not Paris", moved, *gone)
+    assert facts == [*known[:2], "User lives in Lyon.", appointment]
+    assert learn_by(chat, model, "Paris is great", ("delete", 2)) == facts
+    query = "I do not see that dentist"  # 9 is no fact's number, yet only one is meant
+    assert learn_by(chat, model, query, ("delete", 9)) == facts[:3]
+    assert learn_by(chat, model, "Lyon, says Marie", ("delete", 9)) == facts[:3]
+
+
+def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
+    love = "User has a girlfriend."
+    as_said = {"We broke up": love}
+    model.vector = lambda text: bag_of_words(as_said.get(text, text))
+    both = ("delete", 0), ("delete", 1)
+    known = teach(chat, model, ["User plays chess.", love]) or chat.facts()
+    assert learn_by(chat, model, "We broke up", *both) == known
+    teach(chat, model, ["User eats no meat."])
+    left = learn_by(chat, model, "We broke up", *both)
+    assert left == ["User plays chess.", "User eats no meat."]
+
+
+def test_names_behind_one_verb_become_facts_of_their_own(chat, model):
+    text = "User uses Shram, Magnet Pro and Vim for work."
+    facts = learn_by(chat, model, "Shram, Magnet Pro and Vim", ("add", None, text))
+    tools = ("Shram", "Magnet Pro", "Vim")
+    assert facts == [f"User uses {name} for work." for name in tools]
+    gone = "I don't need Magnet anymore"
+    assert learn_by(chat, model, gone, ("delete", 1)) == [facts[0], facts[2]]
+    one = "User works at Marks and Spencer."
+    assert one in learn_by(chat, model, "Marks and Spencer", ("add", None, one))
+
+
+@pytest.mark.parametrize("junk", ["", "[]", "```json\n[]\n```", "```\n```", "{ }"])
+def test_an_answer_that_says_nothing_is_not_learned_from_as_one(chat, model, junk):
+    model.replies += [says(junk)] * 3
+    chat.ask("I like skiing")
+    chat.learned()
+    assert [turn["response"] for turn in asked(model.learnings[0])["turns"]] == [""]
+
+
+def test_a_quote_that_stands_beside_a_secret_is_one(chat, model):
+    query = "I bank with ING and my card PIN is 9034"
+    quote = "I bank with ING and my card [removed]"
+    model.operations.append([add("User banks with ING.", quote)])
+    chat.ask(query)
+    chat.learned()
+    assert chat.facts() == ["User banks with ING."]
+
+
 def test_an_update_beats_a_delete_of_the_same_fact():
     import memory
 
@@ -3078,19 +3145,36 @@ def use(chat, model, name, arguments, message="please", session=B):
 
 
 def test_propose_memory_keeps_only_what_the_user_said(chat, model):
-    model.operations.append([])
-    items = ["User plays the cello.", "User lives in Rome.", "User's PIN is 4711."]
+    teach(chat, model, ["User lives in Rome."])
+    model.hold_learning.clear()
+    chat.ask("My sister Olga skis", session=C)
+    items = {
+        "User plays the cello in Rome.": True,  # two of three words are said
+        "User has a sister Olga.": True,  # in another session, not yet learned
+        "User lives in Rome.": True,
+        "User works in Paris.": False,
+        "User's PIN is 4711.": False,
+        "Olga": False,
+    }
+    proposal = {"items": [*items]}
     told = "I play the cello, my PIN is 4711"
-    verdicts = json.loads(use(chat, model, "propose_memory", {"items": items}, told))
-    assert [v["accepted"] for v in verdicts] == [True, False, False]
-    assert all("score" in v for v in verdicts) and verdicts[1]["reason"]
-    assert chat.facts() == ["User plays the cello."]
+    verdicts = json.loads(use(chat, model, "propose_memory", proposal, told))
+    assert {v["item"]: v["accepted"] for v in verdicts} == items
+    assert all("score" in v for v in verdicts) and "known" in verdicts[2]["reason"]
+    assert set(chat.facts()) == {*[*items][:3]}
+    model.hold_learning.set()
 
 
-def test_fetch_memory_returns_what_bears_on_a_query(chat, model):
+def test_fetch_memory_returns_what_bears_on_a_query_and_what_waits(chat, model):
     teach(chat, model, PLACES)
     found = use(chat, model, "fetch_memory", {"query": "Cairo"})
     assert found == "- User visited Cairo in 2002."
+    chat.learned()
+    model.hold_learning.clear()
+    chat.ask("I like chess", session=C)
+    found = use(chat, model, "fetch_memory", {"query": "hobbies"}, session=A)
+    assert found.endswith('- just said: "I like chess"')
+    model.hold_learning.set()
 
 
 def test_forget_memory_forgets_one_clear_hit_and_lists_several(chat, model):
