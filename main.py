@@ -1106,7 +1106,8 @@ class Endpoint:
             "model": MEMORY_MODEL or await self.discover(),
             "messages": messages,
         }
-        request |= {"temperature": 0, "max_tokens": 1500}
+        room = (self.context_tokens or 8192) // 4  # the rest may be the prompt
+        request |= {"temperature": 0, "max_tokens": min(1500, room)}
         format = {"type": "json_schema", "json_schema": schema}
         with self.noted():
             reply = as_dict(await self.send(request | {"response_format": format}))
@@ -1284,6 +1285,8 @@ class Service:
         await asyncio.gather(*looks)
         known = self.chat_endpoint and self.chat_endpoint.context_tokens
         self.memory.learner.context_tokens = known or 8192
+        if known and known < 2048:
+            start_log.error("Nothing can be learned in a context of %d tokens.", known)
 
     async def close(self) -> None:
         """End every turn that still runs, when it is saved, and then all else."""

@@ -1307,7 +1307,9 @@ def admitted_form(
 
 def split(operation: Operation) -> list[Operation]:
     """Return one operation for each name, so that one can end while the others go on."""
-    texts = split_names(operation.get("text", ""))
+    if operation["op"] == "delete":
+        return [operation]
+    texts = split_names(operation["text"])
     rest = {name: value for name, value in operation.items() if name != "id"}
     more = [rest | {"op": "add", "text": text} for text in texts[1:]]
     return [operation | {"text": texts[0]}, *more]
@@ -1595,9 +1597,8 @@ def learning_request(
     return learning_message(batch[-1].row["ended_at"][:10], facts, turns)
 
 
-JUNK = re.compile(
-    r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*"
-)  # an answer that says nothing
+# An answer that says nothing, as small models give when they are offered tools
+JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
 
 
 def learning_message(today: str, facts: list[str], turns: list[Row]) -> Message:
@@ -1628,7 +1629,8 @@ def learning_prompt(context: int, smaller: int) -> tuple[list[Message], int]:
 
 
 def prompt_tokens(messages: list[Message]) -> int:
-    return sum(count_tokens(message["content"]) + 4 for message in messages)
+    """Return a count for JSON, which has more tokens: vLLM counted one for each 2.4 bytes."""
+    return sum(len(message["content"].encode()) // 2 + 4 for message in messages)
 
 
 def parse_answer(text: str, key: str, kind: type) -> Any:
@@ -2165,10 +2167,11 @@ class Learner:
 
     def batch(self, key: str, waiting: list[Unlearned]) -> list[Unlearned]:
         """Return the first turns to learn together; what has failed goes alone."""
-        _, room = learning_prompt(self.context_tokens, 0)
+        room = learning_prompt(self.context_tokens, 0)[1] * 3 // 4  # the rest: facts
         batch: list[Unlearned] = []
         for turn in waiting[:BATCH_TURNS]:
-            room -= count_tokens(turn.row["query"] + turn.row["response"][:1000])
+            said = turn.row["query"] + turn.row["response"][:1000]
+            room -= prompt_tokens([as_message("user", said)]) + 20
             troubles = [self.trouble[key, other.key] for other in (turn, *batch)]
             alone = any(one.bad_answers >= 2 or one.smaller for one in troubles)
             if batch and (room < 0 or alone):
@@ -2187,7 +2190,7 @@ class Learner:
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
         shown = [] if smaller == 2 else await self.shown(user, state, batch, room // 4)
-        # As many bytes as there is room for tokens are a third of it.
+        # As many bytes as there is room for tokens are half of it.
         sizes = {"query": max(500, room), "response": max(300, min(1000, room // 3))}
         sizes = {"query": 500, "response": 500} if smaller == 2 else sizes
         size = sum(len(row["query"] + row["response"]) for _, row in batch)
