@@ -486,20 +486,6 @@ def test_an_answer_streams_as_events_and_ends_in_done(chat, model):
     }  # fmt: skip
 
 
-def test_the_readmes_curl_lines_do_what_the_page_shows(chat):
-    page = (Path(__file__).parent / "README.md").read_text()
-    bodies = [json.loads(body) for body in re.findall(r"/chat .* -d '(.*)'", page)]
-    replies = []
-    for body in bodies:
-        replies.append(chat.http.post("/chat", json=body).text.splitlines())
-        chat.learned(folder="ann~17239b6e250110330eda64a29c610bf1")
-
-    assert all(json.loads(lines[-1])["type"] == "done" for lines in replies)
-    assert replies[0][0] in page and replies[0][-1] in page
-    assert "Magnet" in replies[1][-1]
-    assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
-
-
 def test_the_story_of_shram_and_magnet(chat, model):
     chat.ask("I use Shram and Magnet as productivity tools", session=A)
     at_once = answer(chat.ask("What are the productivity tools that I use?", session=B))
@@ -3377,6 +3363,89 @@ def test_a_lost_facts_file_is_learned_again_from_the_transcripts(start, model):
         chat.learned()
         assert sorted(chat.facts()) == ["User likes jazz.", "User likes tea."]
         assert list((chat.folder / "ann").glob("memory.json.corrupt-*"))
+
+
+# --- The README, as printed ---
+
+PAGE = (Path(__file__).parent / "README.md").read_text()
+
+
+def printed_blocks(language):
+    """Return the README's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def run_alone(code, folder):
+    """Run Python as one would who has copied it into a folder; return what it prints."""
+    command = [sys.executable, "-B", "-c", code]
+    return subprocess.check_output(command, cwd=folder, env={}, timeout=60).decode()
+
+
+def run_line(line, url, **environment):
+    """Run a line of the README in a shell against a service; return what it prints."""
+    line = line.replace("localhost:8000", url.removeprefix("http://"))
+    environment |= {"PATH": os.environ["PATH"]}
+    return subprocess.check_output(line, shell=True, env=environment, timeout=60).decode()  # fmt: skip
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_the_readmes_curl_lines_print_what_the_page_shows(chat):
+    first, second = re.findall(r"^curl .* -d .*$", PAGE, re.MULTILINE)
+    lines = run_line(first, chat.url).splitlines()
+    chat.learned(folder="ann~17239b6e250110330eda64a29c610bf1")
+    lines += run_line(second, chat.url).splitlines()
+
+    [shown] = [block for block in printed_blocks("") if "Noted" in block]
+    assert [line for line in shown.splitlines() if line != "…"] == [
+        lines[0], *(line for line in lines if '"done"' in line),
+    ]  # fmt: skip
+    chat.ask(re.search("Say `(.*?)`", PAGE)[1], user="Ann")
+    chat.learned(folder="ann~17239b6e250110330eda64a29c610bf1")
+    assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
+
+
+@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("openssl")), reason="…")
+def test_the_readmes_lines_make_a_users_token(start):
+    [lines] = [block for block in printed_blocks("sh") if "openssl" in block]
+    with start(API_KEY="the key") as chat:
+        replies = run_line(f"{lines}echo; echo $token", chat.url, API_KEY="the key")
+    assert replies.splitlines() == ['{"memories":[]}', token_of("Ann")]
+
+
+def test_the_readmes_python_for_openai_clients_gets_an_answer(chat):
+    [code] = [block for block in printed_blocks("python") if "OpenAI(" in block]
+    chat.ask("I use Shram and Magnet as productivity tools", user="Ann")
+    code = code.replace("http://localhost:8000", chat.url)
+    assert "Magnet" in run_alone(code, chat.folder)
+
+
+def test_a_module_copied_alone_does_as_the_readme_prints(tmp_path):
+    """Each in an empty folder, and a tool pasted as it is printed."""
+    marks = ("@tool", "memory.Memory(", "from tools", "OpenAI(")  # the last runs above
+    by_mark = {m: b for b in printed_blocks("python") for m in marks if m in b}
+    assert len(by_mark) == len(printed_blocks("python"))
+    pasted, with_memory, with_tools, _ = map(by_mark.get, marks)
+    for name in ("memory", "tools"):
+        (tmp_path / name).mkdir()
+        shutil.copy(Path(tools.__file__).with_name(f"{name}.py"), tmp_path / name)
+    said = run_alone(with_memory, tmp_path / "memory").splitlines()
+    assert said[0] == "[]" and "User likes tea." in said[1]
+    assert run_alone(with_tools, tmp_path / "tools") == "(True, '391')\n"
+
+    with (tmp_path / "tools/tools.py").open("a") as file:
+        file.write(pasted)
+    call = "call_tool(TOOLS, 'boiling_point', {'altitude': 3000}, 5)"
+    code = f"import asyncio\nfrom tools import *\nprint(asyncio.run({call}))"
+    assert run_alone(code, tmp_path / "tools") == "(True, '90.0')\n"
+
+
+def test_the_readme_names_every_setting_and_the_command_that_ci_runs():
+    source = Path(tools.__file__).with_name("main.py").read_text()
+    taken = r"(?:setting|address|secret|environ\.get)\(\"(\w+)\""
+    missing = {name for name in re.findall(taken, source) if f"`{name}`" not in PAGE}
+    assert not missing
+    ci = (Path(__file__).parent / ".ci/run").read_text()
+    assert re.findall("^python.*pytest", ci, re.MULTILINE)[0] in PAGE
 
 
 # --- Memory alone ---
