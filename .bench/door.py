@@ -129,7 +129,7 @@ def main() -> None:
         )
         nginx = [os.environ.get("NGINX", "nginx"), "-c", str(config)]
         uvicorn = [sys.executable, "-m", "uvicorn", "main:app", "--no-access-log"]
-        uvicorn += ["--port", str(SERVICE), "--log-level", "error"]
+        uvicorn += ["--port", str(SERVICE), "--log-level", "error", "--http", "h11"]
         environment = os.environ | {"DATA_DIR": f"{folder}/data", "API_KEY": "key"}
         with subprocess.Popen(nginx, stderr=subprocess.DEVNULL) as front:
             try:
