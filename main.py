@@ -163,7 +163,6 @@ class ClientMessage(BaseModel, extra="allow"):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Json] | None = None
-    tool_calls: list[Any] | None = None
 
 
 class CompletionRequest(BaseModel, extra="allow"):
@@ -234,83 +233,68 @@ class EventStream(StreamingResponse):
     """
 
     task: asyncio.Task[None]  # the turn
+    ended = False  # `done` or `error` is emitted
     started = False  # the status line is sent
-    ended = False  # `done` or `error` is emitted, nothing follows
-    cut = False  # the client is given up
     closed = False  # nothing more is sent
 
     def __init__(self, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
         self.unsent = b""
-        self.ready = asyncio.Event()
+        self.ready = asyncio.Event()  # there is something to send
 
     def emit(self, type: str, **fields: Any) -> None:
-        """Put an event behind those that wait to be sent."""
-        event = self.encode(type, fields)
-        self.ended = self.ended or type in ("done", "error")
-        if self.unsent and len(self.unsent) + len(event) > MAX_UNREAD:
-            self.cut = True
+        """Put an event behind those that wait; nothing follows `done` or `error`."""
+        if self.ended:
+            return
+        self.ended = type in ("done", "error")
+        if self.ended or len(self.unsent) <= MAX_UNREAD:
+            self.unsent += self.encode(type, fields)
+        else:  # nobody reads it
             self.task.cancel()
-        if event:
-            self.unsent += b"" if self.cut else event
+        if self.unsent:
             self.ready.set()
 
     def encode(self, type: str, fields: Json) -> bytes:
         return to_json({"type": type, **fields}) + b"\n"
 
     def turn_ended(self, task: asyncio.Task[None]) -> None:
-        if not self.ended:  # else a client would take half an answer for all of it
-            self.emit("error", code=UNAVAILABLE, message="The service stops.")
+        # Without an end, a client would take half an answer for all of it.
+        self.emit("error", code=UNAVAILABLE, message="The turn was stopped.")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Any) -> None:
-            async with asyncio.timeout(READ_TIMEOUT):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            log.warning("an answer was cut: its client does not read it")
-        except asyncio.CancelledError:  # the server stops
-            if self.ended or not self.task.cancel():
-                raise
-            # A client that is still there hears of it; that is a proper end.
-            await asyncio.wait([self.task])
-            async with asyncio.timeout(1):
-                await self.stream_response(send)
+            await super().__call__(scope, receive, send)
+        except (TimeoutError, asyncio.CancelledError):
+            log.warning("an answer was cut: nobody reads it, or the service stops")
         finally:
             self.closed = True
-            if not self.ended:
-                self.task.cancel()
+            self.task.cancel()
 
     async def stream_response(self, send: Send) -> None:
         more = True
         while more:
-            body = await self.next_events()
-            more = not self.ended
-            if not self.started:  # the first event decides on the status
-                self.started = True
-                head = {"status": self.status_code, "headers": self.raw_headers}
-                await send({"type": "http.response.start", **head})
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            await self.wait()
+            body, self.unsent, more = self.unsent, b"", not self.ended
+            self.ready.clear()
+            async with asyncio.timeout(READ_TIMEOUT):
+                if not self.started:  # the first event decides on the status
+                    self.started = True
+                    head = {"status": self.status_code, "headers": self.raw_headers}
+                    await send({"type": "http.response.start", **head})
+                event = {"type": "http.response.body", "body": body, "more_body": more}
+                await send(event)
         # Now, not when all around it has ended: the client may already ask again.
         self.closed = True
 
-    async def next_events(self) -> bytes:
+    async def wait(self) -> None:
         """Wait for something to send; after PING_AFTER seconds that is a ping."""
         while not self.unsent:
-            self.ready.clear()
             try:
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
             except TimeoutError:
-                if not self.unsent:  # `done` may have come at the same moment
-                    self.emit("ping")
-        if self.cut:
-            raise TimeoutError
-        events, self.unsent = self.unsent, b""
-        return events
+                self.emit("ping")
 
 
 class OpenAIStream(EventStream):
@@ -320,60 +304,46 @@ class OpenAIStream(EventStream):
     stays in the stream, with a blank line behind it; without `stream` it is not sent.
     """
 
-    said = False  # there is text of this round in the stream
-    begun = False  # there is a chunk in the stream
-
     def __init__(self, endpoint: "Endpoint", stream: bool, usage: bool):
         super().__init__("text/event-stream" if stream else "application/json")
         self.endpoint, self.stream, self.usage = endpoint, stream, usage
-        self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.first: Json = {"role": "assistant", "content": ""}  # of the first chunk
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
+        self.about["created"] = int(time.time())
 
     def encode(self, type: str, fields: Json) -> bytes:
         if type == "error":
             return self.encode_error(**fields)
         if type == "done":
-            return self.encode_end(**fields)
-        if type == "ping" and self.stream:
-            return b": ping\n\n"
-        if not self.stream or type not in ("token", "thought"):
-            return b""
-        if type == "thought" and not self.said:
-            return b""
-        self.said = type == "token"
-        return self.chunk({"content": fields["text"] if self.said else "\n\n"})
+            return self.encode_done(**fields)
+        if self.stream and type in ("token", "thought"):
+            return self.chunk(content=fields["text"] if type == "token" else "\n\n")
+        return b": ping\n\n" if self.stream and type == "ping" else b""
 
-    def chunk(self, delta: Json, finish_reason: str | None = None) -> bytes:
-        first = {} if self.begun else {"role": "assistant", "content": ""}
-        self.begun = True
-        return self.data(delta=first | delta, finish_reason=finish_reason)
+    def chunk(self, finish_reason: str | None = None, **delta: Any) -> bytes:
+        delta, self.first = {**self.first, **delta}, {}
+        return self.data(delta=delta, finish_reason=finish_reason)
 
     def data(self, usage: Json | None = None, **choice: Any) -> bytes:
         """Return a chunk, or without `stream` all of the answer."""
-        kind = "chat.completion.chunk" if self.stream else "chat.completion"
-        about = {"id": self.id, "object": kind, "created": self.created}
-        about |= {"model": self.endpoint.model, "usage": usage}
-        about["choices"] = [{"index": 0, **choice}] if choice else []
-        return b"data: %b\n\n" % to_json(about) if self.stream else to_json(about)
+        whole = {**self.about, "model": self.endpoint.model, "usage": usage}
+        whole["choices"] = [{"index": 0, **choice}] if choice else []
+        return b"data: %b\n\n" % to_json(whole) if self.stream else to_json(whole)
 
-    def encode_end(
-        self,
-        response: str,
-        finish_reason: str,
-        usage: Json | None,
-        tool_calls: list[Json] | None = None,
-        **_: Any,
+    def encode_done(
+        self, response: str, finish_reason: str, usage: Json | None, **more: Any
     ) -> bytes:
         finish_reason = finish_reason.replace("max_rounds", "stop")
-        if self.stream:
-            calls = [{"index": n, **call} for n, call in enumerate(tool_calls or [])]
-            text = self.chunk({"tool_calls": calls}) if calls else b""
-            text += self.chunk({}, finish_reason)
-            text += self.data(usage) if self.usage else b""
-            return text + b"data: [DONE]\n\n"
-        message: Json = {"role": "assistant", "content": response or None}
-        if tool_calls:
-            message["tool_calls"] = tool_calls
-        return self.data(usage, message=message, finish_reason=finish_reason)
+        calls = more.get("tool_calls", [])
+        if not self.stream:
+            message = {"role": "assistant", "content": response or None}
+            message |= {"tool_calls": calls} if calls else {}
+            return self.data(usage, message=message, finish_reason=finish_reason)
+        numbered = [{"index": n, **call} for n, call in enumerate(calls)]
+        end = self.chunk(finish_reason, **({"tool_calls": numbered} if calls else {}))
+        end += self.data(usage) if self.usage else b""
+        return end + b"data: [DONE]\n\n"
 
     def encode_error(self, code: str, message: str) -> bytes:
         if self.stream and (self.started or self.unsent):
@@ -427,30 +397,11 @@ def plan(steps: list[str]) -> str:
 
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
-PLAN_AS_JSON = 'Do not answer yet. Write the 2 to 6 short steps that lead to the answer, as JSON: {"steps": ["…"]}'
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
-PLAN_TAKES = tools.schema(plan)["function"]["parameters"]
-PLAN_SCHEMA = {"name": "plan", "strict": True, "schema": PLAN_TAKES}
-MEMORY_TOOLS = [
-    "fetch_memory",
-    "propose_memory",
-    "forget_memory",
-    "search_conversations",
-]
 SORRY = "I could not finish this within the rounds I have."
-USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
-
-
-@dataclass
-class Outcome:
-    """What a turn has come to so far."""
-
-    response: str = ""  # the text of the latest round
-    finish_reason: str = "stop"
-    rounds: int = 0
-    tools: list[Json] = field(default_factory=list)  # calls and results
-    tool_calls: list[Json] = field(default_factory=list)  # for the client to run
-    usage: Counter[str] = field(default_factory=Counter)
+# Silence, an empty list, an empty fence: what small models write after their tools, or
+# where they are offered tools that they do not need.
+NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 class AgentRun:
@@ -465,26 +416,23 @@ class AgentRun:
     ):
         self.service, self.turn = service, turn
         self.request, self.events = request, events
-        planned = {"plan": plan} if request.reasoning and MAX_ROUNDS > 1 else {}
-        self.functions: Json = planned | tools.TOOLS
-        if turn:
-            self.functions |= {name: getattr(turn, name) for name in MEMORY_TOOLS}
-        if request.tools:
-            offered = [as_dict(tool.get("function")) for tool in request.tools]
-            self.functions = {str(function.get("name")): None for function in offered}
-        self.messages: list[Message] = []
-        self.outcome = Outcome(tools=calls_made(request.history or []))
-        self.steps: list[str] = []  # of the plan, as it stands
+        self.functions: dict[str, Callable] = {}  # on offer, by name
+        self.prompt: Json = {}  # messages and tools
+        self.tools: list[Json] = []  # calls and results
         self.seen: Counter[str] = Counter()  # calls, by name and arguments
+        self.steps: list[str] = []  # of the plan, as it stands
+        self.done: Json = {"response": "", "turn": turn.number if turn else 0}
+        self.done |= {"rounds": 0, "finish_reason": "stop", "usage": Counter()}
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.events.emit(type, round=self.outcome.rounds, **fields)
+        self.events.emit(type, round=self.done["rounds"], **fields)
 
     async def run(self) -> Json:
         """Answer the message; save the turn, once, whatever becomes of it. Returns `done`."""
-        outcome, began = self.outcome, memory.now()
+        done, began = self.done, memory.now()
         status: Literal["complete", "interrupted", "error"] = "interrupted"
         try:
+            await self.prepare()
             await self.answer()
             status = "complete"
         except Exception:
@@ -492,214 +440,178 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if self.turn and not outcome.tool_calls:
-                await self.turn.save(
-                    self.request.text,
-                    outcome.response,
-                    status,
-                    reasoning_mode=self.request.reasoning,
-                    rounds=outcome.rounds,
-                    tools=outcome.tools,
-                    started_at=began,
-                )
-        done: Json = {"response": outcome.response}
-        done |= {"turn": self.turn.number if self.turn else 0, "rounds": outcome.rounds}
-        done |= {"finish_reason": outcome.finish_reason, "usage": outcome.usage or None}
-        return done | ({"tool_calls": outcome.tool_calls} if outcome.tool_calls else {})
+            if self.turn and "tool_calls" not in done:
+                about: Json = {"reasoning_mode": self.request.reasoning}
+                about |= {"rounds": done["rounds"], "tools": self.tools}
+                said = self.request.text, done["response"]
+                await self.turn.save(*said, status, started_at=began, **about)
+        return done | {"usage": done["usage"] or None}
+
+    async def prepare(self) -> None:
+        """Put a message and what bears on it into a prompt; tell the client what that is."""
+        turn, text, history = self.turn, self.request.text, self.request.history
+        if (
+            not self.request.tools
+        ):  # those are among the options, and the client's to run
+            self.offer_tools()
+        hints = Hints([], [], [])
+        if turn:
+            try:
+                said = map(text_of, history) if history else None
+                hints = await turn.hints(text, said)
+            except (
+                Exception
+            ):  # the answer is worth more; the event says that it is without
+                log.exception("the memory could not be searched")
+                hints.degraded.append("memory")
+            failed = "memory" in hints.degraded
+            self.service.memory.degraded.note("memory", failed=failed)
+        if turn and history is None:
+            room = await self.service.context_tokens() * 3 // 4
+            room -= memory.count_tokens(json.dumps(self.prompt))
+            about = turn.summary, turn.turns, hints, text, room, HISTORY_TURNS
+            try:
+                messages, hints = memory.fit_context(SYSTEM, *about)
+            except ValueError as error:
+                raise Failure(TOO_LONG, "The message is too long.") from error
+        else:
+            block = hints.block(datetime.now(UTC)) if turn else ""
+            messages = around_history(history or [], block)
+        self.prompt["messages"] = messages
+        known = {"facts": hints.facts, "pending": len(hints.said)}
+        self.events.emit("memory", **known, degraded=hints.degraded)
+
+    def offer_tools(self) -> None:
+        turn = self.turn
+        found: list[Callable] = [*tools.TOOLS.values()]
+        if self.request.reasoning:
+            found.insert(0, plan)
+        if turn:
+            found += [turn.fetch_memory, turn.propose_memory]
+            found += [turn.forget_memory, turn.search_conversations]
+        self.functions = {function.__name__: function for function in found}
+        self.prompt["tools"] = [tools.schema(function) for function in found]
 
     async def answer(self) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
 
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
-        Yao et al. 2210.03629) the first round is a forced call of `plan`. Raises Failure.
+        Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
-        await self.prepare()
-        outcome, last = self.outcome, False
-        if "plan" in self.functions:
-            await self.make_plan()
-        for number in range(outcome.rounds + 1, MAX_ROUNDS + 1):
-            repeated = max(self.seen.values(), default=0) > 2
-            last = last or repeated or number == MAX_ROUNDS
-            reply = await self.ask("none" if last and not self.request.tools else None)
-            if self.request.tools:
-                outcome.tool_calls = [
-                    call.as_message(call.text) for call in reply.calls
-                ]
-                if reply.calls and outcome.finish_reason == "stop":
-                    outcome.finish_reason = "tool_calls"
-                return
-            if last:
-                break
+        done, again = self.done, False
+        if self.request.tools:
+            return await self.pass_on()
+        for number in range(1, MAX_ROUNDS + 1):
+            capped = number == MAX_ROUNDS or max(self.seen.values(), default=0) > 2
+            first = PLAN_CALL if self.request.reasoning and number == 1 else None
+            reply = await self.ask("none" if capped or again else first)
             if reply.calls:
                 await self.run_calls(reply)
-            elif reply.text.strip() or not outcome.tools:
-                return
-            else:  # small models may fall silent after their tools: asked once more
-                last = True
-        if outcome.finish_reason == "stop" and outcome.rounds > 1:
-            outcome.finish_reason = "max_rounds"
-        if not outcome.response.strip():
-            outcome.response = SORRY
-            self.emit("token", text=SORRY)
+                continue
+            # Silence is an answer where nothing was done before.
+            wanted = reply.text or self.tools or capped
+            empty = wanted and NO_ANSWER.fullmatch(reply.text)
+            if empty:
+                self.take_back(reply)
+            if capped or again or not empty:
+                break
+            again = True
+        if capped and done["finish_reason"] == "stop" and number > 1:
+            done["finish_reason"] = "max_rounds"
+        if empty:
+            good = [c["content"] for c in self.tools if c["ok"] and c["name"] != "plan"]
+            done["response"] = good[-1] if good else SORRY
+            self.emit("token", text=done["response"])
 
-    async def prepare(self) -> None:
-        """Put a message and what bears on it into a prompt; tell the client what that is."""
-        hints, turn, history = await self.hints(), self.turn, self.request.history
-        if history is not None:
-            block = hints.block(datetime.now(UTC)) if turn else ""
-            self.messages = around_history(history, block)
-        else:
-            said = (turn.summary, turn.turns) if turn else ("", [])
-            room = await self.service.context_tokens() * 3 // 4
-            room -= memory.count_tokens(json.dumps(self.schemas()))
-            text = self.request.text
-            try:
-                self.messages, hints = memory.fit_context(
-                    SYSTEM, *said, hints, text, room, HISTORY_TURNS
-                )
-            except ValueError as error:
-                raise Failure(TOO_LONG, "The message is too long.") from error
-        shown = {"facts": hints.facts, "pending": len(hints.said)}
-        self.events.emit("memory", **shown, degraded=hints.degraded)
+    async def pass_on(self) -> None:
+        """Ask the model once, with a client's own tools; what it calls goes to the client."""
+        reply, done = await self.ask(None), self.done
+        if reply.calls:
+            done["tool_calls"] = [call.as_message() for call in reply.calls]
+            done["finish_reason"] = done["finish_reason"].replace("stop", "tool_calls")
 
-    async def hints(self) -> Hints:
-        if not self.turn:
-            return Hints([], [], [])
-        history, note = self.request.history, self.service.memory.degraded.note
-        said = map(text_of, history) if history else None
-        try:
-            hints = await self.turn.hints(self.request.text, said)
-            note("memory", failed=False)
-            return hints
-        except Exception:  # the answer is worth more; the event says that it is without
-            log.exception("the memory could not be searched")
-            note("memory", failed=True)
-            return Hints([], [], ["memory"])
-
-    def schemas(self) -> list[Json]:
-        return [tools.schema(function) for function in self.functions.values()]
-
-    async def make_plan(self) -> None:
-        """Get a plan: by a forced call, else as JSON, else as text."""
-        chat, text, refused = self.service.chat, "", False
-        if not chat.lacks("tool_choice"):
-            try:
-                reply = await self.ask(PLAN_CALL)
-                if reply.calls:
-                    return await self.run_calls(reply)
-                text = reply.text  # the call was not forced, then
-            except Failure as failure:
-                refused = mentions(failure.__cause__, "tools")
-                if not refused:
-                    raise
-        self.outcome.rounds = 1
-        if not text:
-            *before, last = self.messages
-            asked = memory.message("user", f"{last['content']}\n\n{PLAN_AS_JSON}")
-            text = await chat.complete([*before, asked], PLAN_SCHEMA)
-        if refused:
-            chat.note_unsupported("tool_choice")
-        self.note_plan(steps_in(text))
-        written = "\n".join(self.steps) or text
-        self.messages.append(memory.message("assistant", written))
-        self.messages.append(memory.message("user", self.reminder(REASONING)))
-
-    def note_plan(self, steps: list[str]) -> None:
-        if steps:
-            self.steps = steps
-            self.emit("plan", steps=steps)
-
-    def reminder(self, text: str) -> str:
-        """Return a tool's result with what the model must know for the next round."""
-        if not self.steps:
-            return text
-        steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-        left = MAX_ROUNDS - self.outcome.rounds
-        return f"{text}\n\n[Steps: {steps} Rounds left: {left}]"
-
-    async def ask(self, choice: Any = None) -> "ReplyParser":
+    async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        outcome = self.outcome
-        outcome.rounds += 1
-        request: Json = {"messages": self.messages}
-        if not self.request.tools:  # those are among the options
-            request["tools"] = self.schemas()
-        if choice:
-            request["tool_choice"] = choice
-        reply = ReplyParser(self.emit, self.functions, isinstance(choice, dict))
-        stream = self.service.chat.stream(request, self.request.options)
+        done, chat, reply = self.done, self.service.chat, ReplyParser(self.emit)
+        done["rounds"] += 1
+        request = self.prompt | ({"tool_choice": choice} if choice else {})
+        stream = chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    reply.feed(chunk)
-            reply.end()
+                await reply.read(chunks, 4 * (chat.context_tokens or 8192))
         finally:  # a turn that is interrupted keeps what was said
-            outcome.response = reply.text
-        outcome.finish_reason = "length" if reply.finish_reason == "length" else "stop"
-        used = {name: reply.usage.get(name) for name in USAGE}
-        outcome.usage.update({k: v for k, v in used.items() if isinstance(v, int)})
-        if reply.written:
-            if not reply.silent:
-                self.emit("thought", text=reply.text)
-            outcome.response = reply.text = ""
+            done["response"] = reply.text
+        done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
+        usage = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
+        done["usage"].update(usage)
+        if not reply.calls:
+            reply.calls = calls_in_text(reply.text, self.functions)
+            if reply.calls:
+                self.take_back(reply)
         if choice == "none":
             reply.calls = []
+        for call in reply.calls:  # Mistral's templates take no other ids
+            call.id = call.id or uuid.uuid4().hex[:9]
+            call.arguments = parse_arguments(call.text)
         return reply
+
+    def take_back(self, reply: "ReplyParser") -> None:
+        """Tell the client that the text of a round is no answer."""
+        if reply.text:
+            self.emit("thought", text=reply.text)
+        reply.text = self.done["response"] = ""
 
     async def run_calls(self, reply: "ReplyParser") -> None:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
-        if reply.text and not reply.silent:
-            self.emit("thought", text=reply.text)
-        asked = []
+        said: Json = {"role": "assistant", "content": reply.text or None}
+        self.take_back(reply)
         for call in reply.calls:
-            arguments = call.arguments or {}
             # Written anew: a malformed string in the messages is refused for ever.
-            asked.append(call.as_message(json.dumps(arguments)))
+            call.text = json.dumps(call.arguments or {})
             if self.functions.get(call.name) is not plan:
-                shown = {"id": call.id, "name": call.name, "arguments": arguments}
-                self.emit("tool_call", **shown)
-        cut = self.outcome.finish_reason == "length"
-        try:
-            async with asyncio.TaskGroup() as group:
-                for call in reply.calls:
-                    group.create_task(self.run_call(call, cut))
-        finally:  # a turn that is interrupted keeps what its tools have done
-            self.outcome.tools += [c.row() for c in reply.calls if c.ok is not None]
-        said = {"role": "assistant", "content": reply.text or None, "tool_calls": asked}
-        self.messages.append(said)
-        for call in reply.calls:
-            result = memory.message("tool", call.content)
-            self.messages.append(result | {"tool_call_id": call.id})
-        self.messages[-1]["content"] = self.reminder(reply.calls[-1].content)
+                shown = {"name": call.name, "arguments": call.arguments or {}}
+                self.emit("tool_call", id=call.id, **shown)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self.run_call(call)) for call in reply.calls]
+        rows = [task.result() for task in running]
+        self.tools += rows
+        said["tool_calls"] = [call.as_message() for call in reply.calls]
+        self.prompt["messages"].append(said)
+        for call, row in zip(reply.calls, rows):
+            result = memory.message("tool", row["content"])
+            self.prompt["messages"].append(result | {"tool_call_id": call.id})
+        if self.steps:  # what the model must know for the next round
+            steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
+            left = MAX_ROUNDS - self.done["rounds"]
+            result = self.prompt["messages"][-1]
+            result["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
 
-    async def run_call(self, call: "ToolCall", cut: bool) -> None:
-        """Run one call, and note its result; `cut`: the reply reached its length limit."""
-        began, arguments = time.monotonic(), call.arguments
-        same = f"{call.name} {json.dumps(arguments, sort_keys=True)}"
+    async def run_call(self, call: "ToolCall") -> Json:
+        """Run one call; return it with its result, for the transcript."""
+        began, name, arguments = time.monotonic(), call.name, call.arguments
+        same = f"{name} {json.dumps(arguments, sort_keys=True)}"
         self.seen[same] += 1
-        if cut and not call.is_complete():
-            ok, text = False, "Error: cut off by the length limit, nothing was run."
-        elif self.seen[same] > 2:
+        if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            known = self.functions, call.name, arguments
+            known = self.functions, name, arguments
             ok, text = await tools.call_tool(*known, TOOL_TIMEOUT)
-        call.ok, call.content = ok, text
-        if self.functions.get(call.name) is plan:
-            self.note_plan(arguments["steps"] if ok and arguments else [])
-            return
-        ms = round((time.monotonic() - began) * 1000)
-        shown = {"id": call.id, "name": call.name, "ok": ok, "content": text}
-        self.emit("tool_result", **shown, ms=ms)
+        result: Json = {"name": name, "ok": ok, "content": text}
+        if self.functions.get(name) is not plan:
+            ms = round((time.monotonic() - began) * 1000)
+            self.emit("tool_result", id=call.id, **result, ms=ms)
+        elif ok and arguments:
+            self.steps = arguments["steps"]
+            self.emit("plan", steps=self.steps)
+        return result | {"arguments": arguments or {}}
 
 
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    texts = (p.get("text") for p in content if p.get("type") == "text")
-    return "\n".join(str(text or "") for text in texts)
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [as_dict(part).get("text") for part in parts]
+    return content if isinstance(content, str) else "\n".join(filter(None, texts))
 
 
 def around_history(history: list[Message], block: str) -> list[Message]:
@@ -707,75 +619,27 @@ def around_history(history: list[Message], block: str) -> list[Message]:
     own = [said for said in history if said["role"] in ("system", "developer")]
     system = "\n\n".join([SYSTEM, *map(text_of, own)])
     prompt = [dict(said) for said in history if said not in own]
-    for said in prompt:
-        parts = said.get("content")
-        # Parts that are text alone become text: not every server takes parts.
-        if isinstance(parts, list) and all(p.get("type") == "text" for p in parts):
-            said["content"] = text_of(said)
-    asked = [said for said in prompt if said["role"] == "user"]
-    if block and asked:
-        content = asked[-1]["content"]
-        if isinstance(content, list):
-            content.insert(0, {"type": "text", "text": f"{block}\n\n"})
-        else:
-            asked[-1]["content"] = f"{block}\n\n{content}"
+    if block:
+        asked = [said for said in prompt if said["role"] == "user"][-1]
+        content, text = asked["content"], f"{block}\n\n"
+        parts = [{"type": "text", "text": text}, *content]
+        asked["content"] = text + content if isinstance(content, str) else parts
     return [memory.message("system", system), *prompt]
-
-
-def calls_made(history: list[Message]) -> list[Json]:
-    """Return the calls since the last user message, which the client has run itself."""
-    asked = [n for n, said in enumerate(history) if said["role"] == "user"] or [0]
-    recent = history[asked[-1] :]
-    results = {str(said.get("tool_call_id")): text_of(said) for said in recent}
-    rows = []
-    for call in [as_dict(c) for said in recent for c in said.get("tool_calls") or []]:
-        function, result = (
-            as_dict(call.get("function")),
-            results.get(str(call.get("id"))),
-        )
-        made = ToolCall(name=str(function.get("name")), ok=result is not None)
-        made.text = str(function.get("arguments") or "")
-        made.content = (result or "")[: tools.MAX_RESULT_CHARS]
-        rows.append(made.row())
-    return rows
-
-
-def steps_in(text: str) -> list[str]:
-    """Return the steps of a plan written as JSON, or as lines."""
-    try:
-        steps = memory.parse_answer(text, "steps", list)
-    except ValueError:
-        steps = [re.sub(r"^[\s\d.)*•-]+", "", line) for line in text.splitlines()]
-    found = [s.strip() for s in steps if isinstance(s, str) and s.strip()]
-    return [printable(step) for step in found[:12]]
 
 
 @dataclass
 class ToolCall:
-    """A tool call as it grows in the stream, and then its result."""
+    """A tool call as it grows in the stream."""
 
-    index: Any = None
-    id: str = ""
-    name: str = ""
+    index: Any
+    id: str
+    name: str
     text: str = ""  # of the arguments
-    ok: bool | None = None  # None: it has not ended
-    content: str = ""  # the result
+    arguments: Json | None = None  # None: the text is no JSON object
 
-    @property
-    def arguments(self) -> Json | None:
-        return parse_arguments(self.text)
-
-    def is_complete(self) -> bool:
-        return self.text.rstrip().endswith("}") and self.arguments is not None
-
-    def as_message(self, arguments: str) -> Json:
-        function = {"name": self.name, "arguments": arguments or "{}"}
+    def as_message(self) -> Json:
+        function = {"name": self.name, "arguments": self.text or "{}"}
         return {"id": self.id, "type": "function", "function": function}
-
-    def row(self) -> Json:
-        """Return a call that has ended, for the transcript."""
-        row = {"name": self.name, "arguments": self.arguments or {}}
-        return row | {"ok": self.ok, "content": self.content}
 
 
 DONE: Json = {}  # the stream's own end
@@ -789,36 +653,20 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    thinking = False  # between <think> and </think>
-    written = False  # the text is nothing but the calls
-
-    def __init__(
-        self, emit: Callable[..., None], functions: Container[Any], silent: bool
-    ):
-        self.emit, self.functions, self.silent = emit, functions, silent
+    def __init__(self, emit: Callable[..., None]):
+        self.emit, self.thinking = emit, False  # between <think> and </think>
         self.text = self.held = self.finish_reason = ""
         self.calls: list[ToolCall] = []
         self.usage: Json = {}
+        self.size = 0  # bytes of text, thinking and arguments
 
-    def feed(self, chunk: Json) -> None:
-        if chunk is DONE and (self.text or self.held or self.calls):
-            self.finish_reason = self.finish_reason or "stop"
-        self.usage = as_dict(chunk.get("usage")) or self.usage
-        choices = chunk.get("choices")
-        choice = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
-        delta = as_dict(choice.get("delta") or choice.get("message"))
-        self.think(delta.get("reasoning_content") or delta.get("reasoning"))
-        content = delta.get("content") or delta.get("refusal")
-        if isinstance(content, list):  # parts, as Mistral sends them
-            content = "".join(str(as_dict(part).get("text") or "") for part in content)
-        if isinstance(content, str) and content:
-            self.add_text(printable(content))
-        for piece in delta.get("tool_calls") or []:
-            self.add_piece(as_dict(piece))
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-
-    def end(self) -> None:
-        """Decide on what was held back and on what is called; or Failure: it broke off."""
+    async def read(self, chunks: AsyncIterator[Json], most: int) -> None:
+        """Take a stream to its end, or to `most` bytes; Failure where it broke off."""
+        async for chunk in chunks:
+            self.feed(chunk)
+            if self.size > most:
+                self.finish_reason = "length"
+                break
         if not self.finish_reason:
             raise Failure(UNAVAILABLE, "The model's answer broke off.")
         if self.thinking:
@@ -826,118 +674,114 @@ class ReplyParser:
         else:
             self.say(self.held)
         self.calls = [call for call in self.calls if call.name]
-        if not self.calls:
-            self.calls = calls_in_text(self.text, self.functions)
-            self.written = bool(self.calls)
-        for call in self.calls:  # Mistral's templates take no other ids
-            call.id = call.id or uuid.uuid4().hex[:9]
 
-    def think(self, text: Any) -> None:
-        if isinstance(text, str) and text:
-            self.emit("thinking", text=printable(text))
+    def feed(self, chunk: Json) -> None:
+        if chunk is DONE:
+            self.finish_reason = self.finish_reason or "stop"
+        self.usage = as_dict(chunk.get("usage")) or self.usage
+        choice = as_dict((chunk.get("choices") or [None])[0])
+        delta = as_dict(choice.get("delta"))
+        thought = printable(delta.get("reasoning_content") or delta.get("reasoning"))
+        text = printable(text_of(delta) or delta.get("refusal"))
+        self.size += len((thought + text).encode())
+        self.think(thought)
+        self.add_text(text)
+        for piece in delta.get("tool_calls") or []:
+            self.add_piece(as_dict(piece))
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def think(self, text: str) -> None:
+        if text:
+            self.emit("thinking", text=text)
 
     def say(self, text: str) -> None:
         self.text += text
-        if text and not self.silent:
+        if text:
             self.emit("token", text=text)
 
     def add_text(self, text: str) -> None:
         """Tell text from the thinking before it, whose tags may come in pieces."""
-        self.held += text
+        text, self.held = self.held + text, ""
         if self.thinking:
-            before, tag, after = self.held.partition("</think>")
-            thought = before if tag else HALF_TAG.sub("", before)
-            self.think(thought)
-            self.thinking, self.held = not tag, after or before[len(thought) :]
-        if self.thinking:
-            return
-        if not self.text:
-            self.held = self.held.lstrip()
-            if self.held.startswith("<think>"):
-                after, self.held, self.thinking = self.held[7:], "", True
-                return self.add_text(after)
-            if "<think>".startswith(self.held):
-                return
-        self.say(self.held)
-        self.held = ""
+            thought, tag, text = text.partition("</think>")
+            whole = thought if tag else HALF_TAG.sub("", thought)
+            self.think(whole)
+            self.thinking, self.held = not tag, thought[len(whole) :]
+        if not self.thinking and not self.text:
+            text = text.lstrip()
+            if text.startswith("<think>"):
+                self.thinking = True
+                return self.add_text(text[7:])
+            if "<think>".startswith(text):
+                self.held, text = text, ""
+        self.say(text)
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
         function, index = as_dict(piece.get("function")), piece.get("index")
-        id, name = str(piece.get("id") or ""), str(function.get("name") or "")
+        id, name = piece.get("id") or "", function.get("name") or ""
         text = function.get("arguments") or ""
-        same = [c for c in self.calls if index is None or c.index == index]
-        # Older servers give each piece an id of its own, and the name to the first alone.
-        same = [c for c in same if not (name and id and c.id) or c.id == id]
+        text = text if isinstance(text, str) else json.dumps(text)
+        same = [call for call in self.calls if index in (None, call.index)]
         call = same[-1] if same else None
-        # Some servers put every call under one index, or under none.
-        named = call and name and call.name
-        if not call or (
-            named and (name != call.name or (not id and text and call.is_complete()))
+        # Some servers put every call under one index or under none, some repeat the name
+        # in each piece, older ones give each piece an id of its own.
+        if (
+            not call
+            or name
+            and (
+                name != call.name
+                or id not in ("", call.id)
+                or text
+                and parse_arguments(call.text)
+            )
         ):
-            call = ToolCall(index)
+            call = ToolCall(index, id, name)
             self.calls.append(call)
-        call.id, call.name = call.id or id, call.name or name
-        if text and call.text.strip() == "{}":
-            call.text = ""  # some servers send {} ahead of the arguments
-        call.text += text if isinstance(text, str) else json.dumps(text)
+        call.text += text
+        self.size += len(text)
 
 
 def as_dict(value: Any) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def printable(text: str) -> str:
-    """Return a text that can be sent as UTF-8: a model's JSON may hold lone surrogates."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+def printable(text: Any) -> str:
+    """Return a text without lone surrogates, which a model's JSON may hold; "" for none."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else ""
 
 
 def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments; {} where there are none, None where it is no JSON object."""
     try:
-        arguments = json.loads(text) if text.strip() else {}
-        # Neither NaN nor lone surrogates: endpoints and clients would choke on them.
-        plain = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        arguments = pydantic_core.from_json(printable(plain))  # at most 200 levels
-    except (ValueError, RecursionError):
+        arguments = pydantic_core.from_json(text.strip() or "{}") or {}
+        json.dumps(arguments, allow_nan=False)  # endpoints would choke on 1e999
+    except ValueError:
         return None
-    if arguments is None:
-        return {}
     return arguments if isinstance(arguments, dict) else None
 
 
 # What models put around calls that they write into their text
-BETWEEN_CALLS = re.compile(
-    r"([\s,;]|</?tool_calls?>|</?function_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>)*"
-)
+MARKS = re.compile(r"</?tool_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>")
 
 
 def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
     """Return the calls that a text consists of; none where it is anything else."""
-    calls, place = [], skip(text, 0)
-    while place < len(text):
+    calls: list[ToolCall] = []
+    for part in filter(str.strip, MARKS.split(text)):
         try:
-            value, place = json.JSONDecoder().raw_decode(text, place)
-        except (ValueError, RecursionError):
+            value = pydantic_core.from_json(part)
+        except ValueError:
             return []
-        value = as_dict(value).get("tool_calls", value)
-        for item in value if isinstance(value, list) else [value]:
-            item = as_dict(as_dict(item).get("function")) or as_dict(item)
-            name, given = item.get("name"), item.get("arguments")
-            given = given if "arguments" in item else item.get("parameters")
-            known = isinstance(name, str) and name in functions
-            known = known and ("arguments" in item or "parameters" in item)
-            if not known or not isinstance(given, dict | str | None):
+        for item in map(as_dict, value if isinstance(value, list) else [value]):
+            name, given = (
+                item.get("name"),
+                item.get("arguments", item.get("parameters")),
+            )
+            if str(name) not in functions or not isinstance(given, dict):
                 return []
-            given = given if isinstance(given, str) else json.dumps(given)
-            calls.append(ToolCall(name=str(name), text=given))
-        place = skip(text, place)
+            calls.append(ToolCall(None, "", str(name), json.dumps(given)))
     return calls
-
-
-def skip(text: str, place: int) -> int:
-    marks = BETWEEN_CALLS.match(text, place)
-    return marks.end() if marks else place
 
 
 # --- The endpoint ---
@@ -1181,6 +1025,7 @@ PARTS = {  # of a request that an endpoint may not support → how its error nam
     "max_tokens": "max_tokens",
     "json_schema": "json_schema|response_format|guided|grammar|structured output",
     "json_object": "json_object|response_format",
+    "tool_choice": "tool.choice|function call",  # a forced one
     "tools": "tools|tool call|tool.choice|function call",
 }
 
@@ -1199,10 +1044,10 @@ def without(request: Json, part: str) -> Json | None:
             return None
         if part == "json_schema":
             less["response_format"] = {"type": "json_object"}
-    elif less.pop(part, None) is None:
+    elif less.pop(part, None) in (None, "none"):  # `none` forces no call
         return None
-    elif part == "tools" and isinstance(less.pop("tool_choice", None), dict):
-        return None  # a forced call is not made by leaving the force out
+    elif part == "tools":
+        less.pop("tool_choice", None)
     return less
 
 

@@ -565,7 +565,7 @@ def sum_of(n):
 
 def http_of(method, path, body=None):
     content = json.dumps(body).encode() if body else b""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"  # fmt: skip
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: {'close' if body else 'keep-alive'}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"  # fmt: skip
     return head.encode() + content
 
 
@@ -643,13 +643,11 @@ def process(folder, url, **environment):
 
 
 class Picky(StandIn):
-    """A stand-in that may refuse requests, and answers when a plan is asked for as JSON."""
+    """A stand-in that may refuse requests."""
 
     def __init__(self):
         super().__init__()
         self.refuse = lambda request: None  # returns the error's message
-        self.plans = deque()  # answers to requests for a plan
-        self.planned = []  # those requests
 
     async def stream(self, request, send, receive):
         if message := self.refuse(request):
@@ -660,18 +658,9 @@ class Picky(StandIn):
             await super().stream(request, send, receive)
 
     async def complete(self, request, send, receive):
-        schema = (request.get("response_format") or {}).get("json_schema") or {}
-        planned = schema.get("name") == "plan" or "Do not answer yet" in str(request)
-        known = self.planned if planned else self.learnings
         if message := self.refuse(request):
-            known.append(request)
+            self.learnings.append(request)
             await self.json(send, {"error": {"message": message}}, 400)
-        elif planned:
-            known.append(request)
-            message = {"role": "assistant", "content": self.plans.popleft()}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            await self.json(send, {"id": "x", "object": "chat.completion", "created": 0,
-                                   "model": "m", "choices": [choice]})  # fmt: skip
         else:
             await super().complete(request, send, receive)
 
@@ -699,7 +688,7 @@ def picky(shared):
     """The shared stand-in, that nothing is known of yet."""
     model = shared.model
     shared.service.chat.unsupported.clear()
-    for kept in (model.requests, model.learnings, model.planned, model.plans):
+    for kept in (model.requests, model.learnings):
         kept.clear()
     model.gate.clear()
     yield model
@@ -1257,21 +1246,20 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model):
 
 LONG = "word " * 2000
 LONG_ANSWER = says(*[LONG] * 800)
+LARGE = 1 << 24  # tokens
 ASKED = http_of("POST", "/chat", GOOD | {"message": "A long answer, please."})
 
 
-def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(chat, model):
+def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, model):
     model.replies += [says(*[LONG] * 80), [*LONG_ANSWER[:-2], WAIT]]
-    assert answer(chat.ask("A long answer, please.")) == LONG * 80
-
-    with unread(chat, ASKED) as client:
-        wait_for(lambda: model.closed == 1)  # nobody waits for it: the model is stopped
-        wait_for(lambda: len(chat.turns()) == 2)
-        assert chat.turns()[1]["status"] == "interrupted"
-        seen = b""
-        while piece := client.recv(1 << 16):
-            seen += piece
-    assert b'"done"' not in seen and b'"error"' not in seen
+    with start(CONTEXT_TOKENS=LARGE) as chat:
+        assert answer(chat.ask("A long answer, please.")) == LONG * 80
+        with unread(chat, ASKED) as client:
+            wait_for(lambda: model.closed == 1)  # nobody waits: the model is stopped
+            wait_for(lambda: len(chat.turns()) == 2)
+            assert chat.turns()[1]["status"] == "interrupted"
+            seen = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert b'"done"' not in seen and seen.count(b'"error"') == 1
     assert len(seen) < len(LONG) * 800
 
 
@@ -1312,7 +1300,7 @@ def test_the_answer_of_a_turn_ends_with_its_end(end):
 def test_a_client_that_takes_nothing_for_a_minute_is_cut(start, model, server_log):
     model.replies.append(LONG_ANSWER)
     settings = {"READ_TIMEOUT": 0.3, "MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
-    with start(**settings) as chat, unread(chat, ASKED):
+    with start(**settings, CONTEXT_TOKENS=LARGE) as chat, unread(chat, ASKED):
         wait_for(lambda: model.requests)
         wait_for(lambda: chat.post("Me too.", B).status_code == 200)
     assert "an answer was cut" in server_log.text
@@ -1321,7 +1309,8 @@ def test_a_client_that_takes_nothing_for_a_minute_is_cut(start, model, server_lo
 
 def test_answers_that_nobody_reads_count_as_turns(start, model):
     model.replies.append(LONG_ANSWER)
-    with start(MAX_CONCURRENT_TURNS=1, MAX_UNREAD=1 << 30) as chat:
+    settings = {"MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
+    with start(**settings, CONTEXT_TOKENS=LARGE) as chat:
         with unread(chat, ASKED):
             wait_for((chat.folder / "ann" / f"{A}.json").exists)
             wait_for(lambda: not running(chat))
@@ -1932,13 +1921,41 @@ def test_two_tokens_open_nothing(start):
             assert reply.status_code == 401
 
 
-def test_a_model_that_falls_silent_after_its_tools_is_asked_once_more(chat, model):
-    sum_ = calls(("calculate", {"expression": "1+1"}))
-    model.replies += [sum_, says(), says("Two."), says()]
+@pytest.mark.parametrize("junk", ["", "[]", "```", "```json\n[]\n", " ```\n[ ]\n``` "])
+def test_silence_after_tools_and_an_empty_list_are_asked_once_more(chat, model, junk):
+    model.replies += [sum_of(1), says(*junk), says("Two.")]
+    events = chat.ask("1+1?")
 
-    assert answer(chat.ask("1+1?")) == "Two."
-    assert model.requests[2]["tool_choice"] == "none"
-    assert answer(chat.ask("Hi!")) == ""
+    assert answer(events) == "Two." and events[-1]["finish_reason"] == "stop"
+    assert model.requests[2].pop("tool_choice") == "none"
+    assert model.requests[2] == model.requests[1] and events[-1]["rounds"] == 3
+    assert [e["text"] for e in of(events, "thought")] == [junk.lstrip()] * bool(junk)
+    # If even that is empty: the last good result, not the plan's, or else a sentence.
+    model.replies += [sum_of(1), calls(compute("1/0")), says(junk), says(junk)]
+    assert answer(chat.ask("1+1?")) == "2" == chat.turns()[1]["response"]
+    model.replies += [calls(planned("Add")), says(junk), says(junk)]
+    assert answer(chat.ask("1+1?", reasoning_mode=True)).startswith("I could not")
+    model.replies += [says(junk), says("Hi!")]
+    assert answer(chat.ask("Hi!")) == ("Hi!" if junk else "")
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "arguments"])
+def test_an_answer_beyond_four_bytes_a_token_of_the_context_ends(start, model, field):
+    piece = chunk({field: "é" * 500})
+    if field == "arguments":
+        function = {"name": "calculate", "arguments": "9" * 1000}
+        piece = chunk({"tool_calls": [{"index": 0, "function": function}]})
+    model.replies += [[*[piece] * 40, WAIT], says("Over.")]
+    with start(CONTEXT_TOKENS=4096) as chat:
+        events = chat.ask("Count!")
+
+        end = "stop" if field == "arguments" else "length"
+        assert events[-1]["finish_reason"] == end
+        wait_for(lambda: model.closed == 1)
+        [turn] = chat.turns()
+        told = {"content": "é" * 8500, "arguments": "Over."}.get(field, "")
+        assert (turn["response"], turn["status"]) == (told, "complete")
+        assert len(of(events, "thinking")) == 17 * (field == "reasoning_content")
 
 
 def test_a_memory_that_cannot_be_searched_is_named_and_the_turn_goes_on(
@@ -3774,7 +3791,6 @@ CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
 CLOCK = '{"name":"current_time","arguments":{}}'
 BOTH = ("new0", *SUM), ("new1", *NOW)
 BROKEN = (False, "ERROR calculate takes JSON")
-CUT_OFF = (False, "ERROR cut off by the length limit")
 
 
 def contents(*texts):
@@ -3814,11 +3830,7 @@ def as_expected(events):
             ordered.append(e)
             continue
         e["content"] = re.sub(r"^\d{4}-.*week \d+\)$", "TIME", e["content"])
-        for phrase in (
-            "calculate takes JSON",
-            "cut off by the length limit",
-            "there is no tool",
-        ):
+        for phrase in ("calculate takes JSON", "there is no tool"):
             if e["content"].startswith("Error: ") and phrase in e["content"]:
                 e["content"] = f"ERROR {phrase}"
         results.append(e)
@@ -3941,7 +3953,7 @@ tool_calls
     "mistral content as parts": (
         """
 {"content":[{"type":"text","text":"Hel"}]}
-{"content":[{"type":"text","text":"lo"},{"type":"reference","reference_ids":[1]},{"type":"text","text":"."}]}
+{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}
 stop
 [DONE]""",
         said("Hel", "lo."),
@@ -4089,28 +4101,8 @@ stop
         '  "arguments": {"expression": "2+3"}\n}\n```',
     ),
     "bare JSON object": written(CALL),
-    "bare JSON list, arguments in a string": written(
-        '[{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}]'
-    ),
-    "parameters for arguments, in OpenAI's own shape": written(
-        '{"type":"function","function":{"name":"calculate","parameters":{"expression":"2+3"}}}'
-    ),
     "two fenced lists after one another": written(
         f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH
-    ),
-    "marks inside the arguments stay": written(
-        CALL.replace("2+3", "2+3```"),
-        calls=[
-            (
-                "new0",
-                "calculate",
-                {"expression": "2+3```"},
-                (
-                    False,
-                    "Error: no value: SyntaxError: invalid syntax (<unknown>, line 1)",
-                ),
-            )
-        ],
     ),
     "an unknown tool in JSON is an answer": told_as_it_is(
         '[{"name": "gree', 'ting", "arguments": {}}]'
@@ -4238,14 +4230,6 @@ tool_calls
 [DONE]""",
         ran(("aa", "calculate", {}, BROKEN), ("bb", "calculate", {}, BROKEN)),
     ),
-    "arguments cut by length": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": \\"2+"}}]}\nlength\n[DONE]',
-        ran(("aa", "calculate", {}, CUT_OFF)),
-    ),
-    "arguments cut by length before they began": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":""}}]}\nlength\n[DONE]',
-        ran(("aa", "current_time", {}, CUT_OFF)),
-    ),
     "an invented tool": (
         '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"greeting","arguments":"{}"}}]}\ntool_calls\n[DONE]',
         ran(("aa", "greeting", {}, (False, "ERROR there is no tool"))),
@@ -4331,10 +4315,6 @@ tool_calls
     ),
     "escaped pairs": ('{"content":"\\ud83d\\ude00!"}\nstop\n[DONE]', said("😀!")),
     "lone surrogates": ('{"content":"a \\ud83d b"}\nstop\n[DONE]', said("a ? b")),
-    "lone surrogates in arguments": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"fetch_memory","arguments":"{\\"query\\":\\"\\\\ud83d x\\"}"}}]}\nstop\n[DONE]',
-        ran(("aa", "fetch_memory", {"query": "? x"}, NOTHING)),
-    ),
     "bytes that are no UTF-8": (
         sse('{"content":"a @ b"}\nstop\n[DONE]').replace(b"@", b"\xff"),
         said("a \ufffd b"),
@@ -4346,12 +4326,6 @@ tool_calls
 def test_a_recorded_stream_gives_exactly_these_events(shared, stream, expected):
     stream = stream if isinstance(stream, bytes) else sse(stream)
     assert turn(shared, [stream], [SO]) == expected
-
-
-def test_what_is_no_text_is_not_sent_back(shared):
-    turn(shared, calls(("fetch_memory", '{"query": "\\ud83d x"}')), [SO])
-    asked = shared.model.requests[-1]["messages"][-2]["tool_calls"][0]["function"]
-    assert json.loads(asked["arguments"]) == {"query": "? x"}
 
 
 def test_calls_without_an_id_get_one_that_every_template_takes(shared):
@@ -4806,79 +4780,39 @@ def no_forced_call(request):
         return "tool_choice: only auto is supported"
 
 
-def no_format(request):
-    if "response_format" in request and "Do not answer yet" in str(request):
-        return "response_format is not supported"
-
-
-AS_JSON = '{"steps": ["Add 2 and 3", "Say it"]}'
-AS_TEXT = "1. Add 2 and 3\n2. Say it\n"
-
-
-@pytest.mark.parametrize("refuse_more, text, forms", [
-    (lambda r: None, AS_JSON, ["json_schema"]),
-    (lambda r: None, f"Sure!\n```json\n{AS_JSON}\n```", ["json_schema"]),
-    (no_format, AS_TEXT, ["json_schema", "json_object", None]),
-    (no_format, "- Add 2 and 3\n\n* Say it", ["json_schema", "json_object", None]),
-], ids=["as JSON", "as fenced JSON", "as text", "as bullets"])  # fmt: skip
-def test_where_a_call_cannot_be_forced_the_plan_is_asked_for(
-    shared, picky, caplog, refuse_more, text, forms
+def test_where_a_call_cannot_be_forced_the_request_is_a_plain_one(
+    shared, picky, caplog
 ):
-    picky.refuse = lambda r: no_forced_call(r) or refuse_more(r)
-    picky.plans += [text]
-    events = turn(shared, calls(compute("2+3")), [SO], reasoning_mode=True)
+    picky.refuse = no_forced_call
+    rounds = [calls(planned("Add")), calls(compute("2+3")), [SO]]
+    events = turn(shared, *rounds, reasoning_mode=True)
 
-    steps = ["Add 2 and 3", "Say it"]
-    assert events[0] == event("plan", steps=steps) and answer(events) == "So."
-    assert [r.get("response_format", {}).get("type") for r in picky.planned] == forms
+    assert events[0] == event("plan", steps=["Add"]) and answer(events) == "So."
     assert events[-1]["rounds"] == 3 and events[-1]["finish_reason"] == "stop"
-    refused, first, second = picky.requests
-    assert refused["tool_choice"] == FORCED and "tool_choice" not in first
-    assert first["messages"][: len(refused["messages"])] == refused["messages"]
-    plan, go_on = first["messages"][len(refused["messages"]) :]
-    assert plan == {"role": "assistant", "content": "\n".join(steps)}
-    assert go_on["role"] == "user" and steps_and_rounds(go_on) == (told(steps), 7)
-    assert second["messages"][: len(first["messages"])] == first["messages"]
-    assert steps_and_rounds(second["messages"][-1]) == (told(steps), 6)
+    refused, plain, *_ = picky.requests
+    assert refused.pop("tool_choice") == FORCED and plain == refused
 
-    picky.plans += [text]
-    turn(shared, [SO], reasoning_mode=True)
-    assert len(picky.requests) == 4 and "tool_choice" not in picky.requests[3]
+    assert turn(shared, [SO], reasoning_mode=True) == said("So.")
+    assert len(picky.requests) == 5 and "tool_choice" not in picky.requests[4]
     assert len([w for w in warnings(caplog) if "tool_choice" in w]) == 1
     shared.service.chat.unsupported["tool_choice"] -= 601
     picky.refuse = lambda r: None
     turn(shared, calls(planned("a")), [SO], reasoning_mode=True)
-    assert picky.requests[4]["tool_choice"] == FORCED
+    assert picky.requests[5]["tool_choice"] == FORCED
 
 
-def test_an_endpoint_without_tools_plans_and_answers_all_the_same(shared, picky):
+def test_an_endpoint_without_tools_answers_all_the_same(shared, picky):
     picky.refuse = REFUSALS["tools"][0]
-    picky.plans += [AS_JSON]
-    events = turn(shared, [SO], reasoning_mode=True)
-    assert events == [event("plan", steps=["Add 2 and 3", "Say it"]),
-                      event("token", 2, text="So."), done("So.", rounds=2)]  # fmt: skip
+    assert turn(shared, [SO], reasoning_mode=True) == said("So.")
     assert "tools" not in picky.requests[-1]
 
 
 def test_a_conversation_that_is_too_long_teaches_nothing_of_forced_calls(shared, picky):
     text = TEACH_NOTHING["too long, naming the tools"][0]
     picky.refuse = lambda request: request.get("stream") and text
-    picky.plans += [AS_JSON]
     events = turn(shared, reasoning_mode=True)
     assert [e.get("code") for e in events] == ["context_too_long"]
-    assert shared.service.chat.unsupported == {} and picky.planned == []
-
-
-def test_a_forced_call_that_is_answered_in_text_is_a_plan_in_text(shared, picky):
-    events = turn(
-        shared, says("1. Add 2 and 3\n", "2. Say it"), [SO], reasoning_mode=True
-    )
-    assert [e["type"] for e in events] == ["plan", "token", "done"]
-    assert events[0]["steps"] == ["Add 2 and 3", "Say it"] and answer(events) == "So."
-    assert steps_and_rounds(picky.requests[-1]["messages"][-1]) == (
-        told(events[0]["steps"]),
-        7,
-    )
+    assert shared.service.chat.unsupported == {}
 
 
 def test_a_plan_that_is_no_list_of_steps_is_told_so(shared, picky):
@@ -6320,7 +6254,7 @@ def test_a_client_that_does_not_read_costs_its_answer_and_nothing_after_it(
             kept.append(weakref.ref(self))
 
     monkeypatch.setattr(main, "EventStream", Watched)
-    words = 10_000  # a token's line has 50 bytes
+    words = 6_000  # a token's line has 50 bytes
     model.replies.append(says(*["word " for _ in range(words)]))
     with unread(chat, http_of("POST", "/chat", GOOD | {"message": "Go."})):
         wait_for(lambda: chat.folder.joinpath("ann", f"{A}.json").exists(), 30)
@@ -6398,7 +6332,8 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
 
     sent = threading.Event()
     model.replies.append(reply())
-    with process(tmp_path, model.url, UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN="1") as chat:
+    known = {"CONTEXT_TOKENS": str(LARGE), "UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "1"}
+    with process(tmp_path, model.url, **known) as chat:
         asked = http_of("POST", "/chat", GOOD | {"message": "I like tea."})
         with unread(chat, asked) as client:
             cut_off = tmp_path / "ann" / f"{A}.json"  # more than is held for anyone
@@ -6773,7 +6708,6 @@ CALLED = {
     "broken": (calls(("weather", '{"city": "Ro')), [("weather", '{"city": "Ro')]),
     "no JSON": (calls(("weather", "Rome, please")), [("weather", "Rome, please")]),
     "without arguments": (calls(("tide", "")), [("tide", "{}")]),
-    "as text": (says('{"name": "weather", ', '"arguments": {"city": "Rome"}}'), [("weather", '{"city": "Rome"}')]),
     "unknown": (calls(("sunset", "{}")), [("sunset", "{}")]),
 }  # fmt: skip
 
@@ -6790,8 +6724,7 @@ def test_calls_of_a_clients_tools_come_back_as_they_are(
     assert [call[1:] for call in got.calls] == wanted
     ids = [call[0] for call in got.calls]
     assert all(ids) and len({*ids}) == len(ids)
-    aloud = got.text.removesuffix("\n\n")  # the words of calls that stood in the text
-    assert not aloud or (json.loads(aloud)["name"], way) == ("weather", "async stream")
+    assert not got.text
     assert got.finish_reason == "tool_calls"
     assert model.requests[0]["tools"] == [WEATHER, TIDE] and len(model.requests) == 1
     assert sessions(chat) == {} and not model.learnings  # it comes back with results
@@ -6816,24 +6749,12 @@ def test_a_client_that_comes_back_with_its_results_gets_one_turn(chat, model, wa
 
     [turn] = only_turns(chat)
     assert (turn["query"], turn["response"]) == ("I like tea.", "Dry.")
-    assert turn["tools"] == [
-        {"name": "weather", "arguments": {"city": "Rome"}, "ok": True, "content": "sunny"},
-        {"name": "tide", "arguments": {}, "ok": True, "content": "low"},
-    ]  # fmt: skip
     sent = model.requests[2]["messages"]
     assert [m["role"] for m in sent] == ["system", *(m["role"] for m in talk)]
     assert sent[2]["tool_calls"] == talk[1]["tool_calls"]
-    assert (sent[2]["content"], sent[5]["content"]) == ("I'll look.", "low")
+    assert (sent[2]["content"], sent[5]["content"]) == ("I'll look.", result)
     chat.learned()
     assert chat.facts() == ["User likes tea."]
-
-
-def test_calls_of_turns_before_are_no_tools_of_this_turn(chat, model):
-    call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}  # fmt: skip
-    talk = [by("user", "Tide?"), by("assistant", tool_calls=[call])]
-    talk += [by("tool", "low", tool_call_id="1"), by("assistant", "Low.")]
-    complete(chat, [*talk, by("user", "Thanks.")], user="ann", tools=[TIDE])
-    assert only_turns(chat)[0]["tools"] == []
 
 
 def test_a_call_cut_by_the_length_limit_says_length(chat, model):
@@ -6955,11 +6876,9 @@ def test_text_in_parts_is_text_and_other_parts_stay_behind_the_hints(chat, model
     complete(chat, [by("user", [*TEXTS, IMAGE])], user="bob")
 
     first, second = (r["messages"][-1]["content"] for r in model.requests)
-    assert first.startswith("[MEMORY HINTS]")
-    assert first.endswith("[/MEMORY HINTS]\n\nI like tea.\nWhat's this?")
-    block, *parts = second
-    assert parts == [*TEXTS, IMAGE] and block["type"] == "text"
-    assert block["text"].rstrip().endswith("[/MEMORY HINTS]")
+    for (block, *parts), sent in ((first, TEXTS), (second, [*TEXTS, IMAGE])):
+        assert parts == sent and block["type"] == "text"
+        assert block["text"].rstrip().endswith("[/MEMORY HINTS]")
     for user in ("ann", "bob"):
         assert only_turns(chat, user)[0]["query"] == "I like tea.\nWhat's this?"
 
@@ -7137,6 +7056,7 @@ def test_what_was_said_a_second_ago_is_known_at_both_faces(chat, model):
 def test_what_stands_in_the_clients_history_is_not_doubled_in_the_hints(chat, model):
     model.hold_learning.clear()
     talk = [by("user", TEXTS), by("assistant", "Ok.")]
+    model.replies.append(says("Ok."))
     complete(chat, talk[:1], user="ann", metadata={"session_id": A})
     chat.ask("I live in Rome.", session=B)
     talk.append(by("user", "And now?"))
@@ -7328,8 +7248,6 @@ BAD_REQUESTS = {
     "content is a number": v1(messages=[by("user", 5)]),
     "content is an object": v1(messages=[by("user", {"text": "Hi!"})]),
     "parts are texts": v1(messages=[by("user", ["Hi!"])]),
-    "calls are a number": v1(messages=[by("user", "Hi!"), by("assistant", tool_calls=5)]),
-    "calls are an object": v1(messages=[by("assistant", tool_calls={"id": 1}), by("user", "Hi!")]),
     "tools are an object": v1(tools={"type": "function"}),
     "tools are texts": v1(tools=["tide"]),
     "n is 2": v1(n=2),
@@ -7525,7 +7443,7 @@ def test_rounds_that_never_end_are_answered_with_stop(start, model):
         for way in ("sync", "sync stream"):
             model.replies += [sum_of(1), says()]
             got = complete(chat, "Go on!", way)
-            assert got.text == "I could not finish this within the rounds I have."
+            assert got.text == "2"
             assert got.finish_reason == "stop"
 
 
