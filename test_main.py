@@ -3732,24 +3732,37 @@ def test_convert_units_answers_or_says_what_is_wrong(quantity):
 def sse(text):
     """Return an SSE text from its lines.
 
-    A line that is no whole chunk stands for one: an object is a delta, a bare word
-    the finish_reason in a chunk of its own; a line that begins with ~ is sent as it is.
+    A line that is no whole chunk stands for one: an object is a delta, a string its
+    content, a bare word the finish_reason; + begins pieces of calls (&), as index, id,
+    name and arguments, of which - is not sent; a line that begins with ~ is sent as is.
     """
     sent = ""
     for line in text.strip().splitlines():
+        delta, finish = "{}", ""
         if line.startswith("~"):
             sent += line[1:] + "\n"
-        elif line == "[DONE]" or re.match(
-            r'\{"(id|object|choices|error|usage)":', line
-        ):
-            sent += f"data: {line}\n\n"
-        elif line.startswith("{"):
-            sent += f'data: {{"choices":[{{"index":0,"delta":{line}}}]}}\n\n'
+            continue
+        if line.startswith("+ "):
+            pieces = [call_piece(*part.split(" ", 3)) for part in line[2:].split(" & ")]
+            delta = json.dumps({"tool_calls": pieces})
+        elif line[0] in '"{':
+            delta = line if line[0] == "{" else f'{{"content":{line}}}'
         else:
-            sent += (
-                f'data: {{"choices":[{{"delta":{{}},"finish_reason":"{line}"}}]}}\n\n'
-            )
+            finish = f',"finish_reason":"{line}"'
+        if line != "[DONE]" and not re.match(r'\{"(id|choices|error)":', line):
+            line = f'{{"choices":[{{"index":0,"delta":{delta}{finish}}}]}}'
+        sent += f"data: {line}\n\n"
     return sent.encode()
+
+
+def call_piece(index, id, name, arguments=None):
+    """Return a piece of a call from its words."""
+    function = {"name": name, "arguments": arguments and arguments.replace('""', "")}
+    given = {"index": int(index) if index.isdigit() else "-", "id": id}
+    given = {key: value for key, value in given.items() if value != "-"}
+    return given | {
+        "function": {k: v for k, v in function.items() if v not in ("-", None)}
+    }
 
 
 def event(type, round=1, **fields):
@@ -3783,6 +3796,7 @@ def ran(*done_calls, text=(), thought=(), usage=None):
 
 SO = sse('{"content":"So."}\nstop\n[DONE]')  # what follows a round of calls
 SUM = ("calculate", {"expression": "2+3"}, (True, "5"))
+PRODUCT = ("calculate", {"expression": "7*6"}, (True, "42"))
 MILES = ("convert_units", {"value": 5, "from_unit": "km", "to_unit": "mi"},
          (True, "5 km = 3.106855961187 mi"))  # fmt: skip
 NOW = ("current_time", {}, (True, "TIME"))
@@ -3790,7 +3804,7 @@ NOTHING = (True, "Nothing is known about the user that bears on this.")
 CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
 CLOCK = '{"name":"current_time","arguments":{}}'
 BOTH = ("new0", *SUM), ("new1", *NOW)
-BROKEN = (False, "ERROR calculate takes JSON")
+MISUSED = ("calculate", {}, (False, "ERROR calculate takes JSON"))
 
 
 def contents(*texts):
@@ -3856,173 +3870,100 @@ STREAMS = {
         """
 {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}],"usage":null}
 {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"content":"Hello"},"logprobs":null,"finish_reason":null}],"usage":null}
-{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{"content":" Ann."},"logprobs":null,"finish_reason":null}],"usage":null}
 {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}
 {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"gpt","choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15,"prompt_tokens_details":{"cached_tokens":0}}}
 [DONE]""",
-        said("Hello", " Ann.", usage=USAGE),
-    ),
-    "openai a call in pieces": (
-        """
-{"role":"assistant","content":null,"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":""}}],"refusal":null}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\""}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"expression"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"\\":\\"2+3\\"}"}}]}
-tool_calls
-{"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
-[DONE]""",
-        ran(("call_X1", *SUM), usage=USAGE),
+        said("Hello", usage=USAGE),
     ),
     "openai parallel calls": (
         """
 {"role":"assistant","content":null}
-{"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":""}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
-{"tool_calls":[{"index":1,"id":"call_X2","type":"function","function":{"name":"convert_units","arguments":""}}]}
-{"tool_calls":[{"index":1,"function":{"arguments":"{\\"value\\": 5, \\"from_unit\\": \\"km\\","}}]}
-{"tool_calls":[{"index":1,"function":{"arguments":" \\"to_unit\\": \\"mi\\"}"}}]}
-{"tool_calls":[{"index":2,"id":"call_X3","type":"function","function":{"name":"current_time","arguments":"{}"}}]}
++ 0 call_X1 calculate ""
++ 0 - - {"expression": "2+3"}
++ 1 call_X2 convert_units ""
++ 1 - - {"value": 5, "from_unit": "km",
++ 1 - - "to_unit": "mi"}
++ 2 call_X3 current_time {}
 tool_calls
 [DONE]""",
         ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW)),
     ),
     "openai refusal field": (
-        '{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop\n[DONE]',
+        '{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop',
         said("I cannot."),
     ),
     "text before calls": (
-        """
-{"role":"assistant","content":"Let me "}
-{"content":"see."}
-{"content":null,"tool_calls":[{"index":0,"id":"call_X1","type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
-tool_calls
-[DONE]""",
+        '"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls',
         ran(("call_X1", *SUM), text=["Let me ", "see."]),
     ),
     "nothing at all": ("stop\n[DONE]", said()),
     # vLLM
     "vllm hermes": (
         """
-{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}
-{"tool_calls":[{"id":"chatcmpl-tool-aa","type":"function","index":0,"function":{"name":"calculate"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": "}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}}]}
-{"tool_calls":[{"id":"chatcmpl-tool-bb","type":"function","index":1,"function":{"name":"current_time"}}]}
-{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}
-{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"tool_calls","stop_reason":null}]}
-{"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[],"usage":{"prompt_tokens":10,"total_tokens":15,"completion_tokens":5}}
+{"role":"assistant","content":""}
++ 0 chatcmpl-tool-aa calculate
++ 0 - - {"expression":
++ 0 - - "2+3"}
++ 1 chatcmpl-tool-bb current_time
++ 1 - - {}
+{"choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"tool_calls","stop_reason":null}]}
+{"choices":[],"usage":{"prompt_tokens":10,"total_tokens":15,"completion_tokens":5}}
 [DONE]""",
         ran(("chatcmpl-tool-aa", *SUM), ("chatcmpl-tool-bb", *NOW), usage=USAGE),
     ),
     "vllm hermes, later pieces with id null": (
         """
-{"tool_calls":[{"id":"chatcmpl-tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}
-{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2"}}]}
-{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"+3\\"}"}}]}
-tool_calls
-[DONE]""",
-        ran(("chatcmpl-tool-aa", *SUM)),
+{"tool_calls":[{"id":"tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}
+{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
+tool_calls""",
+        ran(("tool-aa", *SUM)),
     ),
     "vllm llama3_json, last piece beside finish_reason": (
         """
-{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3"}}]}
-{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}
-[DONE]""",
-        ran(("chatcmpl-tool-aa", *SUM)),
++ 0 tool-aa calculate
++ 0 - - {"expression": "2+3
+{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}""",
+        ran(("tool-aa", *SUM)),
     ),
     "vllm llama3_json without a parser": written(
-        "<|python_tag|>",
-        '{"name": "calculate", "parameters": ',
-        '{"expression": "2+3"}}',
+        '<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'
     ),
-    "vllm mistral": (
-        """
-{"role":"assistant","content":""}
-{"tool_calls":[{"index":0,"id":"bCd3fG7hJ","type":"function","function":{"name":"calculate"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
-{"tool_calls":[{"index":1,"id":"Q9wErTy12","type":"function","function":{"name":"current_time"}}]}
-{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}
-tool_calls
-[DONE]""",
-        ran(("bCd3fG7hJ", *SUM), ("Q9wErTy12", *NOW)),
-    ),
-    "mistral without a parser": written(
-        "[TOOL_CALLS]", '[{"name": "calculate", "arguments": {"expression": "2+3"}}]'
-    ),
+    "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
     "mistral content as parts": (
-        """
-{"content":[{"type":"text","text":"Hel"}]}
-{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}
-stop
-[DONE]""",
+        '{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop',
         said("Hel", "lo."),
     ),
     "vllm xlam leaks the fence and the start of the JSON": (
-        """
-{"role":"assistant","content":""}
-{"content":"```"}
-{"content":"json\\n"}
-{"content":"[{\\"name\\": \\"calc"}
-{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate","arguments":""}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":""}}]}
-tool_calls
-[DONE]""",
-        ran(("chatcmpl-tool-aa", *SUM), text=["```", "json\n", '[{"name": "calc']),
+        '"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls',
+        ran(("aa", *SUM), text=["```", '[{"name": "calc']),
     ),
     "vllm named tool choice ends in stop": (
-        """
-{"tool_calls":[{"index":0,"id":"chatcmpl-tool-aa","type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":" \\"2+3\\"}"}}]}
-stop
-[DONE]""",
-        ran(("chatcmpl-tool-aa", *SUM)),
+        '+ 0 aa calculate {"expression":\n+ 0 - calculate "2+3"}\nstop',
+        ran(("aa", *SUM)),
     ),
     "vllm interval over 1: head and arguments together, calls interleaved": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate"}},{"index":1,"id":"bb","function":{"name":"convert_units"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"{\\"expression\\":"}},{"index":1,"function":{"arguments":"{\\"value\\":5,"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}},{"index":1,"function":{"arguments":"\\"from_unit\\":\\"km\\",\\"to_unit\\":\\"mi\\"}"}}]}
-tool_calls
-[DONE]""",
+        '+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls',
         ran(("aa", *SUM), ("bb", *MILES)),
     ),
     # Ollama, llama.cpp
-    "ollama a whole call in one chunk": (
+    "ollama several calls, all with index 0, beside content": (
         """
-{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"q","system_fingerprint":"fp_ollama","choices":[{"index":0,"delta":{"role":"assistant","content":"","tool_calls":[{"id":"call_x1","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]},"finish_reason":null}]}
-{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"q","system_fingerprint":"fp_ollama","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":"stop"}]}
-[DONE]""",
-        ran(("call_x1", *SUM)),
-    ),
-    "ollama several calls, all with index 0": (
-        """
-{"tool_calls":[{"id":"call_x1","index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
-{"tool_calls":[{"id":"call_x2","index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}
-{"tool_calls":[{"id":"call_x3","index":0,"function":{"name":"current_time","arguments":"{}"}}]}
-tool_calls
-[DONE]""",
-        ran(
-            ("call_x1", *SUM),
-            ("call_x2", "calculate", {"expression": "7*6"}, (True, "42")),
-            ("call_x3", *NOW),
-        ),
+{"role":"assistant","content":"","tool_calls":[{"id":"aa","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
++ 0 bb calculate {"expression":"7*6"}
++ 0 cc current_time {}
+stop""",
+        ran(("aa", *SUM), ("bb", *PRODUCT), ("cc", *NOW)),
     ),
     "ollama several calls in one chunk, without ids": (
-        (
-            '{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}},'
-            '{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}\nstop'
-        ),
-        ran(("new0", *SUM), ("new1", "calculate", {"expression": "7*6"}, (True, "42"))),
+        '+ 0 - calculate {"expression":"2+3"} & 0 - calculate {"expression":"7*6"}\nstop',
+        ran(("new0", *SUM), ("new1", *PRODUCT)),
     ),
     "llama.cpp": (
         """
 {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}],"created":1,"id":"chatcmpl-1","model":"m","system_fingerprint":"b1-x","object":"chat.completion.chunk"}
-{"choices":[{"finish_reason":null,"index":0,"delta":{"tool_calls":[{"index":0,"id":"Zz9","type":"function","function":{"name":"calculate","arguments":"{"}}]}}]}
-{"choices":[{"finish_reason":null,"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"expression\\":\\"2+3\\"}"}}]}}]}
-{"choices":[{"finish_reason":"tool_calls","index":0,"delta":{}}],"usage":{"completion_tokens":5,"prompt_tokens":10,"total_tokens":15},"timings":{"prompt_n":1}}
-[DONE]""",
++ 0 Zz9 calculate {
++ 0 - - "expression":"2+3"}
+{"choices":[{"finish_reason":"tool_calls","index":0,"delta":{}}],"usage":{"completion_tokens":5,"prompt_tokens":10,"total_tokens":15},"timings":{"prompt_n":1}}""",
         ran(("Zz9", *SUM), usage=USAGE),
     ),
     # Thinking
@@ -4032,81 +3973,55 @@ tool_calls
 {"content":null,"reasoning_content":"Two and "}
 {"content":null,"reasoning_content":"three."}
 {"content":"Five.","reasoning_content":null}
-stop
-[DONE]""",
+stop""",
         said("Five.", thought=["Two and ", "three."]),
     ),
     "vllm reasoning field, then a call": (
-        """
-{"reasoning":"I need a tool.","reasoning_content":null}
-{"content":"\\n\\n"}
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
-tool_calls
-[DONE]""",
-        ran(("aa", *SUM), thought=["I need a tool."]),
+        '{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls',
+        ran(("aa", *SUM), thought=["Hm."]),
     ),
     "both reasoning fields say the same": (
-        '{"reasoning":"Hm.","reasoning_content":"Hm."}\n{"content":"Yes."}\nstop\n[DONE]',
+        '{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop',
         said("Yes.", thought=["Hm."]),
     ),
     "think tags in the content": (
-        '{"content":"<think>\\nHm."}\n{"content":"</think>\\n\\nYes."}\nstop\n[DONE]',
+        contents("<think>\nHm.", "</think>\n\nYes."),
         said("Yes.", thought=["\nHm."]),
     ),
     "think tags split over chunks": (
-        """
-{"content":"<"}
-{"content":"thi"}
-{"content":"nk>"}
-{"content":"Hm <"}
-{"content":" 3.</th"}
-{"content":"ink"}
-{"content":">"}
-{"content":"\\n\\n"}
-{"content":"Yes."}
-stop
-[DONE]""",
+        contents("<", "thi", "nk>", "Hm <", " 3.</th", "ink", ">", "\n\n", "Yes."),
         said("Yes.", thought=["Hm ", "< 3."]),
     ),
     "think tag never closed": (
-        '{"content":"<think>Hm, "}\n{"content":"and </thi"}\nlength\n[DONE]',
+        '"<think>Hm, "\n"and </thi"\nlength',
         said(finish_reason="length", thought=["Hm, ", "and ", "</thi"]),
     ),
     "think tags, then a call as text": (
-        contents("<think>Hm.</think>\n<tool_call>\n", CALL + "\n</tool_call>"),
-        ran(
-            ("new0", *SUM),
-            text=["<tool_call>\n", CALL + "\n</tool_call>"],
-            thought=["Hm."],
-        ),
+        contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"),
+        ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."]),
     ),
     "what only begins like a think tag": (
-        '{"content":"<th"}\n{"content":"ree> is no tag"}\nstop\n[DONE]',
+        contents("<th", "ree> is no tag"),
         said("<three> is no tag"),
     ),
     "a think tag later in the answer is text": told_as_it_is(
-        "Write ", "<think>x</think>."
+        "See ", "<think>x</think>."
     ),
     # Calls as text
     "tool_call tags": written(
-        "<tool", "_call>\n" + CALL[:9], CALL[9:] + "\n</tool_call>"
+        "<tool", f"_call>\n{CALL[:9]}", f"{CALL[9:]}\n</tool_call>"
     ),
     "several tool_call tags": written(
         f"<tool_call>{CALL}</tool_call>\n",
         f"<tool_call>{CLOCK}</tool_call>",
         calls=BOTH,
     ),
-    "fenced JSON": written(
-        '```json\n{\n  "name": "calculate",\n',
-        '  "arguments": {"expression": "2+3"}\n}\n```',
-    ),
+    "fenced JSON": written(f"```json\n{CALL[:9]}", f"{CALL[9:]}\n```"),
     "bare JSON object": written(CALL),
     "two fenced lists after one another": written(
         f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH
     ),
-    "an unknown tool in JSON is an answer": told_as_it_is(
-        '[{"name": "gree', 'ting", "arguments": {}}]'
-    ),
+    "an unknown tool in JSON is an answer": told_as_it_is('[{"name": "gree', 'ting"}]'),
     "a known tool beside an unknown one is an answer": told_as_it_is(
         CALL, CALL.replace("calculate", "greet")
     ),
@@ -4121,202 +4036,115 @@ stop
     "a call with words after it is an answer": told_as_it_is(CALL, " is how."),
     # Pieces of calls
     "pieces without index": (
-        """
-{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"function":{"arguments":"\\"2+3\\"}"}}]}
-{"tool_calls":[{"id":"bb","function":{"name":"current_time","arguments":""}}]}
-{"tool_calls":[{"function":{"arguments":"{}"}}]}
-tool_calls
-[DONE]""",
+        '+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop',
         ran(("aa", *SUM), ("bb", *NOW)),
     ),
     "pieces without id": (
-        """
-{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"index":0,"function":{"arguments":"\\"2+3\\"}"}}]}
-{"tool_calls":[{"index":1,"function":{"name":"current_time","arguments":""}}]}
-tool_calls
-[DONE]""",
-        ran(("new0", *SUM), ("new1", *NOW)),
+        '+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop',
+        ran(*BOTH),
     ),
     "pieces with neither": (
-        """
-{"tool_calls":[{"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"function":{"arguments":"\\"2+3\\"}"}}]}
-{"tool_calls":[{"function":{"name":"calculate","arguments":"{\\"expression\\":\\"7*6\\"}"}}]}
-tool_calls
-[DONE]""",
-        ran(("new0", *SUM), ("new1", "calculate", {"expression": "7*6"}, (True, "42"))),
+        '+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop',
+        ran(("new0", *SUM), ("new1", *PRODUCT)),
     ),
     "name repeated in each piece": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":""}}]}
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"\\"2+3\\"}"}}]}
-tool_calls
-[DONE]""",
+        '+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop',
         ran(("aa", *SUM)),
     ),
     "name repeated without id, up to an empty last piece": (
-        """
-{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":"\\"2+3\\"}"}}]}
-{"tool_calls":[{"index":0,"function":{"name":"calculate","arguments":""}}]}
-tool_calls
-[DONE]""",
+        '+ 0 - calculate {"expression":\n+ 0 - calculate "2+3"}\n+ 0 - calculate ""\nstop',
         ran(("new0", *SUM)),
     ),
     "another id in each piece": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":""}}]}
-{"tool_calls":[{"index":0,"id":"ab","function":{"arguments":"{\\"expression\\":"}}]}
-{"tool_calls":[{"index":0,"id":"ac","function":{"arguments":"\\"2+3\\"}"}}]}
-tool_calls
-[DONE]""",
+        '+ 0 aa calculate ""\n+ 0 ab - {"expression":\n+ 0 ac - "2+3"}\nstop',
         ran(("aa", *SUM)),
     ),
     "a piece without a name is no call": (
-        (
-            '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n'
-            '{"tool_calls":[{"index":1,"id":"bb","function":{"name":"current_time","arguments":"{}"}}]}\n'
-            "tool_calls\n[DONE]"
-        ),
+        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n+ 1 bb current_time {}\nstop',
         ran(("bb", *NOW)),
     ),
-    "arguments as an object": (
-        (
-            '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},'
-            '{"index":1,"id":"bb","function":{"name":"current_time","arguments":{}}}]}\ntool_calls\n[DONE]'
-        ),
+    "arguments as objects": (
+        '{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},'
+        '{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
         ran(("aa", *SUM), ("bb", *NOW)),
     ),
     "arguments empty, or null": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":""}}]}
-{"tool_calls":[{"index":1,"id":"bb","function":{"name":"fetch_memory","arguments":"{\\"query\\":\\"x\\"}"}}]}
-{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}
-tool_calls
-[DONE]""",
+        '+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop',
         ran(
             ("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW)
         ),
     ),
     "arguments missing, or said to be null": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time"}}]}
-{"tool_calls":[{"index":1,"id":"bb","function":{"name":"current_time","arguments":"null"}}]}
-tool_calls
-[DONE]""",
+        "+ 0 aa current_time\n+ 1 bb current_time null\nstop",
         ran(("aa", *NOW), ("bb", *NOW)),
     ),
     "arguments broken, or a list": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": 2+3}"}}]}
-{"tool_calls":[{"index":1,"id":"bb","function":{"name":"calculate","arguments":"[\\"2+3\\"]"}}]}
-{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":"{}"}}]}
-tool_calls
-[DONE]""",
-        ran(
-            ("aa", "calculate", {}, BROKEN),
-            ("bb", "calculate", {}, BROKEN),
-            ("cc", *NOW),
-        ),
+        '+ 0 aa calculate {"expression": 2+3}\n+ 1 bb calculate ["2+3"]\n+ 2 cc current_time {}\nstop',
+        ran(("aa", *MISUSED), ("bb", *MISUSED), ("cc", *NOW)),
     ),
     "arguments no JSON number, or cut and said to be complete": (
-        """
-{"tool_calls":[{"index":0,"id":"aa","function":{"name":"calculate","arguments":"{\\"expression\\": NaN}"}}]}
-{"tool_calls":[{"index":1,"id":"bb","function":{"name":"calculate","arguments":"{\\"expression\\": \\"2+"}}]}
-tool_calls
-[DONE]""",
-        ran(("aa", "calculate", {}, BROKEN), ("bb", "calculate", {}, BROKEN)),
+        '+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop',
+        ran(("aa", *MISUSED), ("bb", *MISUSED)),
     ),
     "an invented tool": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"greeting","arguments":"{}"}}]}\ntool_calls\n[DONE]',
+        "+ 0 aa greeting {}\ntool_calls\n[DONE]",
         ran(("aa", "greeting", {}, (False, "ERROR there is no tool"))),
     ),
     # The end
-    "tool_calls without calls": ('{"content":"Hi."}\ntool_calls\n[DONE]', said("Hi.")),
+    "tool_calls without calls": ('"Hi."\ntool_calls\n[DONE]', said("Hi.")),
     "tool_calls with an empty list": (
         '{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
         said("Hi."),
     ),
-    "no finish_reason, but [DONE]": ('{"content":"Hi."}\n[DONE]', said("Hi.")),
+    "no finish_reason, but [DONE]": ('"Hi."\n[DONE]', said("Hi.")),
     "no finish_reason, a call and [DONE]": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"current_time","arguments":"{}"}}]}\n[DONE]',
+        "+ 0 aa current_time {}\n[DONE]",
         ran(("aa", *NOW)),
     ),
-    "finish_reason, but no [DONE]": ('{"content":"Hi."}\nstop', said("Hi.")),
-    "neither": ('{"content":"Hi."}', broke("Hi.")),
-    "answer cut by length": (
-        '{"content":"Hi"}\nlength\n[DONE]',
-        said("Hi", finish_reason="length"),
-    ),
+    "finish_reason, but no [DONE]": ('"Hi."\nstop', said("Hi.")),
+    "neither": ('"Hi."', broke("Hi.")),
+    "answer cut by length": ('"Hi"\nlength', said("Hi", finish_reason="length")),
     "usage in every chunk": (
         """
-{"choices":[{"index":0,"delta":{"content":"Hel"}}],"usage":{"prompt_tokens":10,"completion_tokens":1,"total_tokens":11}}
-{"choices":[{"index":0,"delta":{"content":"lo"}}],"usage":{"prompt_tokens":10,"completion_tokens":4,"total_tokens":14}}
-{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
+{"choices":[{"delta":{"content":"Hel"}}],"usage":{"prompt_tokens":10,"completion_tokens":1,"total_tokens":11}}
+{"choices":[{"delta":{"content":"lo"}}],"usage":{"prompt_tokens":10,"completion_tokens":4,"total_tokens":14}}
+stop
 {"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":5,"total_tokens":15}}
 [DONE]""",
         said("Hel", "lo", usage=USAGE),
     ),
     # The lines
-    "CRLF": (
-        sse('{"content":"Hi."}\nstop\n[DONE]').replace(b"\n", b"\r\n"),
-        said("Hi."),
-    ),
+    "CRLF": (sse('"Hi."\nstop\n[DONE]').replace(b"\n", b"\r\n"), said("Hi.")),
     "comments, other fields, data: without a space": (
         '~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]',
         said("Hi."),
     ),
     "blank lines missing between events": (
-        sse('{"content":"Hel"}\n{"content":"lo"}\nstop\n[DONE]').replace(
-            b"\n\n", b"\n"
-        ),
+        sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"),
         said("Hel", "lo"),
     ),
-    "no line end at the end": (
-        sse('{"content":"Hi."}\nstop\n[DONE]').rstrip(),
-        said("Hi."),
-    ),
-    "an event that is no object": (
-        '{"content":"Hi"}\n~data: 5\n~\nstop\n[DONE]',
-        broke("Hi"),
-    ),
-    "events without data": (
-        '~data:\n~\n~event: ping\n~\n{"content":"Hi."}\nstop\n[DONE]',
-        said("Hi."),
-    ),
+    "no line end at the end": (sse('"Hi."\nstop\n[DONE]').rstrip(), said("Hi.")),
+    "an event that is no object": ('"Hi"\n~data: 5\n~\nstop\n[DONE]', broke("Hi")),
+    "events without data": ('~data:\n~\n~event: ping\n~\n"Hi."\nstop', said("Hi.")),
     "nulls and strings where objects belong": (
-        (
-            '{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n'
-            '{"tool_calls":[{"function":"x"}]}\n{"content":5}\n{"content":"Hi."}\nstop\n[DONE]'
-        ),
+        '{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n{"tool_calls":[{"function":"x"}]}\n{"content":5}\n"Hi."\nstop',
         said("Hi."),
     ),
     "error object mid-stream": (
-        '{"content":"Hi"}\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
+        '"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
         broke("Hi"),
     ),
-    "truncated JSON line": (
-        '{"content":"Hi"}\n~data: {"choices":[{"delta":{"con\n~\nstop\n[DONE]',
-        broke("Hi"),
-    ),
-    "truncated JSON at the end": (
-        '{"content":"Hi"}\n~data: {"choices":[{"delta":{"con',
-        broke("Hi"),
-    ),
+    "truncated JSON line": ('"Hi"\n~data: {"choices":[{"del\n~\nstop', broke("Hi")),
+    "truncated JSON at the end": ('"Hi"\n~data: {"choices":[{"del', broke("Hi")),
     # The text
     "emoji, CJK and line separators": (
-        sse('{"content":"😀 "}\n{"content":"你好\\u2028"}\nstop\n[DONE]').replace(
-            b"\\u2028", "\u2028\u0085".encode()
-        ),
+        sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()),
         said("😀 ", "你好\u2028\u0085"),
     ),
-    "escaped pairs": ('{"content":"\\ud83d\\ude00!"}\nstop\n[DONE]', said("😀!")),
-    "lone surrogates": ('{"content":"a \\ud83d b"}\nstop\n[DONE]', said("a ? b")),
+    "escaped pairs": ('"\\ud83d\\ude00!"\nstop\n[DONE]', said("😀!")),
+    "lone surrogates": ('"a \\ud83d b"\nstop\n[DONE]', said("a ? b")),
     "bytes that are no UTF-8": (
-        sse('{"content":"a @ b"}\nstop\n[DONE]').replace(b"@", b"\xff"),
+        sse('"a @ b"\nstop\n[DONE]').replace(b"@", b"\xff"),
         said("a \ufffd b"),
     ),
 }
