@@ -4064,8 +4064,7 @@ stop""",
         ran(("bb", *NOW)),
     ),
     "arguments as objects": (
-        '{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},'
-        '{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
+        '{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
         ran(("aa", *SUM), ("bb", *NOW)),
     ),
     "arguments empty, or null": (
