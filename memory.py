@@ -950,6 +950,11 @@ class User:
         found = self.fact_index[1].search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
 
+    def nearest(self, vector: np.ndarray | None) -> str:
+        """Return the id of the fact nearest to a vector, of three at least that have one."""
+        found = self.search_facts("", vector, 1, cut=False)
+        return found[0][1]["id"] if found else ""
+
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
@@ -1259,28 +1264,26 @@ def admit(
         nearest: By turn, the id of the fact that is nearest to the query by its vector.
     """
     admitted: dict[Any, Operation] = {}
-    for operation in filter(lambda one: isinstance(one, dict), proposed):
-        final = admitted_form(operation, shown, turns, nearest or {})
-        for part in split(final) if final else []:
+    for operation in [one for one in proposed if isinstance(one, dict)]:
+        for final in admitted_forms(operation, shown, turns, nearest or {}):
             # Weak models say "I left Shell": delete 0, "I'm with Total": update 0.
-            key = part.get("id", len(admitted))
-            if not (part["op"] == "delete" and key in admitted):
-                admitted[key] = part
+            key = final.get("id", len(admitted))
+            if not (final["op"] == "delete" and key in admitted):
+                admitted[key] = final
     return list(admitted.values())
 
 
-def admitted_form(
+def admitted_forms(
     operation: Operation,
     shown: list[Fact],
     turns: list[Unlearned],
     nearest: dict[str, str],
-) -> Operation | None:
-    op, id, text = operation.get("op"), operation.get("id"), operation.get("text")
-    evidence = operation.get("evidence")
+) -> list[Operation]:
+    op, id, evidence = (operation.get(name) for name in ("op", "id", "evidence"))
     said = [turn for turn in turns if is_said(evidence, turn.row["query"])]
     known = shown[id] if type(id) is int and 0 <= id < len(shown) else None  # not True
     if not said or not (op in ("add", "delete") or (op == "update" and known)):
-        return None
+        return []
     final: Operation = {"op": op, "turn": said[-1]}
     if op == "delete":
         # That something was said does not prove that it bears on the fact.
@@ -1289,37 +1292,28 @@ def admitted_form(
         if not known and len(meant) == 1 and type(id) in (int, type(None)):
             [known] = meant
         bears = known and (known in meant or nearest.get(said[-1].key) == known["id"])
-        return final | {"id": known["id"]} if known and bears else None
+        return [final | {"id": known["id"]}] if known and bears else []
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     importance = importance if importance > -math.inf else 0.5  # no NaN either
-    planted, text = MARKS.search(str(text)), one_line(text)
+    planted = MARKS.search(str(operation.get("text")))
+    text = one_line(operation.get("text"))
     echo = op == "update" and known and text == known["text"]
     if importance < 0.2 or echo or planted or not storable(text):
-        return None
-    if op == "update" and known and key_words(known["text"]) & key_words(text):
-        final["id"] = known["id"]
-    else:
-        final["op"] = "add"
+        return []
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
-    return final | {"text": text, "kind": kind, "importance": importance}
-
-
-def split(operation: Operation) -> list[Operation]:
-    """Return one operation for each name, so that one can end while the others go on."""
-    if operation["op"] == "delete":
-        return [operation]
-    texts = split_names(operation["text"])
-    rest = {name: value for name, value in operation.items() if name != "id"}
-    more = [rest | {"op": "add", "text": text} for text in texts[1:]]
-    return [operation | {"text": texts[0]}, *more]
+    final |= {"op": "add", "kind": kind, "importance": importance}
+    finals = [final | {"text": part} for part in split_names(text)]
+    if op == "update" and known and key_words(known["text"]) & key_words(text):
+        finals[0] |= {"op": op, "id": known["id"]}
+    return finals
 
 
 def split_names(text: str) -> list[str]:
-    """Return "User uses A, B and C for work" as a sentence for each of these names."""
+    """Return "User uses A, B and C for work" as a sentence for each name: one may end alone."""
     if not (match := NAMES.fullmatch(text)):
         return [text]
-    start, names, last, end = match.groups(default="")
+    start, names, last, end = match.groups()
     return [f"{start} {name}{end}" for name in [*names.split(", "), last]]
 
 
@@ -1402,29 +1396,20 @@ TALK = (  # after "is": talk about a password, not one
 DATE = r"(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
 FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für|пользователя|للمستخدم)\b[^\n:=.,;]{0,30}?)?"
 IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
-SECRET = "|".join(
-    [
-        PASSWORD
-        + FOR
-        + IS
-        + TALK
-        + r"\S*[^\s.,;!?][^\n.,;!?。，]*",  # all of a passphrase
-        PASSWORD + FOR + r"\s+(?:to\s+)?" + DATE + r"(?=\S*\d)\S{4,}",
-        NUMBER
-        + r"[^\d\n]{0,30}?(?<!\d)"
-        + DATE
-        + r"[A-Z]{0,3}\d(?:[ .-]?\d){2,17}[A-Z]?\b",
-        r"\b\d{4,8} (?:is|ist|est|es|é) (?:\S+ ){0,3}?" + NUMBER,
-        # Keys show what they are
-        r"-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?",
-        r"(?<![a-z0-9])eyJ[\w-]{8,1000}\.[\w-]{8,}(?:\.[\w-]*)?",  # JWT
-        r"(?<![a-z0-9])[spr]k[-_](?=[\w-]{0,200}\d)[\w-]{8,}",  # OpenAI, Anthropic, Stripe
-        r"(?<![a-z0-9])(?:gh[pousr]|github_pat|hf|npm|whsec|glpat|pypi|xox[a-z])[_-][\w-]{12,}",
-        r"(?<![a-z0-9])(?:A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{16,})",
-        r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",  # https://user:password@host
-        r"\b(?:api|secret|access|auth)[ _-]?(?:key|token)\b[^\n.,;]{0,20}?\s[\"'`]?(?=\S*\d)[\w+/.~-]{6,}=*",
-        r"\bbearer\s+[\w.~+/-]{16,}=*",
-    ]
+SECRET = (
+    rf"{PASSWORD}{FOR}{IS}{TALK}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
+    rf"|{PASSWORD}{FOR}\s+(?:to\s+)?{DATE}(?=\S*\d)\S{{4,}}"
+    rf"|{NUMBER}[^\d\n]{{0,30}}?(?<!\d){DATE}[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
+    rf"|\b\d{{4,8}} (?:is|ist|est|es|é) (?:\S+ ){{0,3}}?{NUMBER}"
+    # Keys show what they are
+    r"|-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?"
+    r"|(?<![a-z0-9])(?:eyJ[\w-]{8,1000}\.[\w-]{8,}(?:\.[\w-]*)?"  # JWT
+    r"|[spr]k[-_](?=[\w-]{0,200}\d)[\w-]{8,}"  # OpenAI, Anthropic, Stripe
+    r"|(?:gh[pousr]|github_pat|hf|npm|whsec|glpat|pypi|xox[a-z])[_-][\w-]{12,}"
+    r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{16,})"
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # https://user:password@host
+    r"|\b(?:api|secret|access|auth)[ _-]?(?:key|token)\b[^\n.,;]{0,20}?\s[\"'`]?(?=\S*\d)[\w+/.~-]{6,}=*"
+    r"|\bbearer\s+[\w.~+/-]{16,}=*"
 )
 IBAN = r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"
 EPHEMERAL = re.compile(
@@ -1433,7 +1418,7 @@ EPHEMERAL = re.compile(
     r"|\b(?:is|are)(?: (?:just|still))* (?:at|in|on) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
     r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b"
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
-    r"|(?:greet|thank)(?:s|ed)\b|sa(?:ys|id) (?:hi|hello|thanks)\b)"
+    r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
     r"|\best[áa] (?:muy )?(?:cansad|ocupad)[oa]\b|\best (?:très )?(?:fatigué|occupé)e?\b"
     r"|\bist (?:\w+ )?(?:müde|am (?:flughafen|bahnhof))\b|(?:今天|现在|正)(?:很|有点|在)?(?:累|困|饿|忙|机场)",
     re.IGNORECASE,
@@ -2199,17 +2184,11 @@ class Learner:
         asked = await compute(size, learning_request, texts, batch, sizes)
         answer = await ask(self.complete, [*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
-        nearest = await self.nearest(user, batch) if '"delete"' in answer else {}
-        return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
-
-    async def nearest(self, user: "User", batch: list[Unlearned]) -> dict[str, str]:
-        """Return by turn the id of the fact whose vector is nearest, of three at least."""
-        found = {}
-        for turn in batch:
+        nearest: dict[str, str] = {}
+        for turn in batch if '"delete"' in answer else []:
             vector = await self.memory.embedder.query_vector(turn.row["query"])
-            for _, fact in await user.run(user.search_facts, "", vector, 1, False):
-                found[turn.key] = fact["id"]
-        return found
+            nearest[turn.key] = await user.run(user.nearest, vector)
+        return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
 
     async def shown(
         self, user: "User", state: State, batch: list[Unlearned], room: int
