@@ -1473,7 +1473,7 @@ You get JSON: today, facts (known, with ids), turns (query: what the user wrote;
 
 evidence: the user's own words, copied from the query
 kind: "profile" if they tell of the user, their family, home, work, health, tastes or things; "episodic" if they tell of plans and events; null if they tell nothing lasting about the user: a question, a task, a greeting, thanks, "if" and "maybe", how they feel today, a quoted text, what is known already, a password or code, an order about this memory
-text: null if kind is null; else one fact in the third person, under 120 characters, dates absolute, in the user's language; for "delete" the known fact
+text: null if kind is null; else one fact in the third person, under 120 characters, dates absolute, in the user's language; for "delete" the known fact, for "update" the known fact with what is new in it
 op: "add" for what is new, "update" if a known fact has changed, "delete" if a known fact is over or is to be forgotten
 id: of the known fact; null for "add"
 importance: 0 to 1; 0 if kind is null
@@ -1492,41 +1492,42 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 # Facts known, turns as (query, response), and the operations, each with its values in
-# FIELDS' order. Weak models learn more from these than from the rules; told and asked
-# side by side, as pairs, made one worse. Measured, with the prompt, by `pytest -m real`.
+# FIELDS' order, or the quote alone where nothing is worth keeping. Weak models learn more
+# from these than from the rules. Measured, with the prompt, by `pytest -m real`.
 # fmt: off
 EXAMPLES: list[tuple[list[str], list[tuple[str, str]], list[tuple[Any, ...]]]] = [
-    ([], [("hey, Nadia here. My dog Bo sees the vet next Tuesday, what should I ask?", "Ask about vaccines and diet.")], [
-        ("Nadia here", "profile", "User's name is Nadia", "add", None, 0.9),
-        ("My dog Bo", "profile", "User has a dog named Bo", "add", None, 0.7),
-        ("My dog Bo sees the vet next Tuesday", "episodic", "User's dog Bo sees the vet on 2025-03-11", "add", None, 0.5),
-    ]),
-    ([], [("I use Figma and Blender for my drawings", "Great tools!")], [
-        ("I use Figma and Blender", "profile", "User uses Figma for drawings", "add", None, 0.6),
-        ("I use Figma and Blender", "profile", "User uses Blender for drawings", "add", None, 0.6),
-    ]),
-    (["User collects stamps"], [("How long does it take to boil an egg?", "8 minutes.")], [
-        ("How long does it take", None, None, "add", None, 0),
-    ]),
-    (["User works at Siemens", "User collects stamps"], [("I started at Bosch on Monday, great team!", "Congratulations!")], [
-        ("I started at Bosch on Monday", "profile", "User works at Bosch since 2025-03-03", "update", 0, 0.8),
-    ]),
-    (["El usuario tiene coche", "El usuario va a yoga"], [("ya no voy a yoga, me aburría", "Entiendo.")], [
-        ("ya no voy a yoga", "profile", "El usuario va a yoga", "delete", 1, 0.8),
-    ]),
-    (["User has a car"], [("If I won the lottery I'd buy a boat", "You seem to like sailing!")], [
-        ("If I won the lottery", None, None, "add", None, 0),
-    ]),
-    (["User's birthday is on 4 May", "User likes chess"], [("please forget my birthday", "Done.")], [
-        ("forget my birthday", "profile", "User's birthday is on 4 May", "delete", 0, 0.8),
-    ]),
-    (["User likes chess"], [("Which bike is best?", "Do you cycle a lot?"), ("yes, to work each day", "Then a city bike.")], [
-        ("Which bike is best", None, None, "add", None, 0),
-        ("yes, to work each day", "profile", "User cycles to work each day", "add", None, 0.7),
-    ]),
-    (["User has a car"], [("my door code is 5512", "Noted.")], [
-        ("my door code is 5512", None, None, "add", None, 0),
-    ]),
+    ([], [("hey, Nadia here. My dog Bo sees the vet next Tuesday, what should I ask?", "Ask about vaccines and diet.")],
+     [("Nadia here", "profile", "User's name is Nadia", "add", None, 0.9),
+      ("My dog Bo", "profile", "User has a dog named Bo", "add", None, 0.7),
+      ("My dog Bo sees the vet next Tuesday", "episodic", "User's dog Bo sees the vet on 2025-03-11", "add", None, 0.5)]),
+    ([], [("I use Figma and Blender for my drawings", "Great tools!")],
+     [("I use Figma and Blender", "profile", "User uses Figma for drawings", "add", None, 0.6),
+      ("I use Figma and Blender", "profile", "User uses Blender for drawings", "add", None, 0.6)]),
+    (["User collects stamps"], [("How long does it take to boil an egg?", "8 minutes.")],
+     [("How long does it take",)]),
+    (["User works at Siemens", "User collects stamps"], [("I started at Bosch on Monday, great team!", "Congratulations!")],
+     [("I started at Bosch on Monday", "profile", "User works at Bosch since 2025-03-03", "update", 0, 0.8)]),
+    (["User collects stamps"], [("ok perfect, good night!", "Good night!")],
+     [("ok perfect",)]),
+    (["User studies law", "User collects stamps"], [("Explain inertia. My brother studies physics", "It resists change.")],
+     [("My brother studies physics", "profile", "User's brother studies physics", "add", None, 0.6)]),
+    (["El usuario tiene coche", "El usuario va a yoga"], [("ya no voy a yoga, me aburría", "Entiendo.")],
+     [("ya no voy a yoga", "profile", "El usuario va a yoga", "delete", 1, 0.8)]),
+    ([], [("Translate into English: 'Ich heiße Karl und verkaufe Autos'", "My name is Karl and I sell cars.")],
+     [("Translate into English",)]),
+    ([], [("no horror films please, I hate them", "All right.")],
+     [("no horror films please, I hate them", "profile", "User hates horror films", "add", None, 0.6)]),
+    (["User has a car"], [("If I won the lottery I'd buy a boat", "You seem to like sailing!")],
+     [("If I won the lottery",)]),
+    (["User lives with Eva", "User has a car"], [("I moved in with Max last month", "How nice!")],
+     [("I moved in with Max", "profile", "User lives with Max", "update", 0, 0.8)]),
+    (["User's birthday is on 4 May", "User likes chess"], [("please forget my birthday", "Done.")],
+     [("forget my birthday", "profile", "User's birthday is on 4 May", "delete", 0, 0.8)]),
+    (["User likes chess"], [("Which bike is best?", "Do you cycle a lot?"), ("yes, to work each day", "Then a city bike.")],
+     [("Which bike is best",),
+      ("yes, to work each day", "profile", "User cycles to work each day", "add", None, 0.7)]),
+    (["User has a car"], [("my door code is 5512", "Noted.")],
+     [("my [removed]",)]),
 ]
 # fmt: on
 SUMMARY_PROMPT = """\
@@ -1548,9 +1549,12 @@ def closed(properties: dict[str, Any]) -> dict[str, Any]:
 
 def operations_schema(known: int) -> dict[str, Any]:
     """Return the schema of an answer that may name so many known facts."""
+    # Where nothing is known, a weak model would update it all the same.
+    ops = FIELDS["op"] if known else {"type": "string", "enum": ["add"]}
     ids = {"type": ["integer", "null"], "enum": [*range(known), None]}
+    operation = closed(FIELDS | {"op": ops, "id": ids})
     # An empty list is what a weak model writes when it is confused.
-    operations = {"type": "array", "minItems": 1, "items": closed(FIELDS | {"id": ids})}
+    operations = {"type": "array", "minItems": 1, "items": operation}
     return schema("memory_operations", {"operations": operations})
 
 
@@ -1563,44 +1567,43 @@ def as_message(role: str, value: Any) -> Message:
 
 
 def learning_request(
-    facts: list[str], batch: list[Unlearned], sizes: dict[str, int]
+    facts: list[str], rows: list[Row], sizes: dict[str, int]
 ) -> Message:
     """Return the last message of a learning call.
 
     Args:
         facts: What may be touched; the model sees it under the ids 0, 1, 2, ...
+        rows: Of the turns to be learned; used are `ended_at`, `query` and `response`.
         sizes: Bytes that are left of each query and response.
     """
     turns = []
-    for _, row in batch:
+    for row in rows:
         turn = {"at": row["ended_at"]}
-        response = "" if JUNK.fullmatch(row["response"]) else row["response"]
-        for part, text in (("query", row["query"]), ("response", response)):
+        for part, size in sizes.items():
+            text = "" if JUNK.fullmatch(row[part]) else row[part]
             # Not all of it: to look through 32,000 characters takes 20 ms.
-            turn[part] = cut(redact(text[: 2 * sizes[part]]), sizes[part])
+            turn[part] = cut(redact(text[: 2 * size]), size)
         turns.append(turn)
-    return learning_message(batch[-1].row["ended_at"][:10], facts, turns)
-
-
-# An answer that says nothing, as small models give when they are offered tools
-JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
-
-
-def learning_message(today: str, facts: list[str], turns: list[Row]) -> Message:
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
+    today = rows[-1]["ended_at"][:10]
     return as_message("user", {"today": today, "facts": known, "turns": turns})
+
+
+# What small models answer when they are offered tools that they do not need
+JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
 
 
 @functools.lru_cache(maxsize=8)
 def learning_examples(room: int) -> list[Message]:
     """Return the rules, and the first examples that fit a number of tokens, as if answered."""
-    messages = [message("system", LEARN_PROMPT)]
+    messages, at = [message("system", LEARN_PROMPT)], "2025-03-05T09:00:00Z"
+    nothing = dict.fromkeys(FIELDS) | {"op": "add", "importance": 0}
+    sizes = {"query": 500, "response": 500}
     for facts, said, operations in EXAMPLES:
-        at = "2025-03-05T09:00:00Z"
-        turns = [{"at": at, "query": query, "response": r} for query, r in said]
-        answer = {"operations": [dict(zip(FIELDS, o, strict=True)) for o in operations]}
-        asked = learning_message("2025-03-05", facts, turns)
-        example = [asked, as_message("assistant", answer)]
+        rows = [{"ended_at": at, "query": q, "response": r} for q, r in said]
+        filled = [nothing | dict(zip(FIELDS, o, strict=False)) for o in operations]
+        example = [learning_request(facts, rows, sizes)]
+        example.append(as_message("assistant", {"operations": filled}))
         if prompt_tokens(messages + example) <= room:
             messages += example
     return messages
@@ -2178,10 +2181,11 @@ class Learner:
         # As many bytes as there is room for tokens are half of it.
         sizes = {"query": max(500, room), "response": max(300, min(1000, room // 3))}
         sizes = {"query": 500, "response": 500} if smaller == 2 else sizes
-        size = sum(len(row["query"] + row["response"]) for _, row in batch)
+        rows = [turn.row for turn in batch]
+        size = sum(len(row["query"] + row["response"]) for row in rows)
         texts = [fact["text"] for fact in shown]
         compute, form = self.memory.locks.compute, operations_schema(len(shown))
-        asked = await compute(size, learning_request, texts, batch, sizes)
+        asked = await compute(size, learning_request, texts, rows, sizes)
         answer = await ask(self.complete, [*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}

@@ -2890,11 +2890,13 @@ def test_names_behind_one_verb_become_facts_of_their_own(chat, model):
 
 
 @pytest.mark.parametrize("junk", ["", "[]", "```json\n[]\n```", "```\n```", "{ }"])
-def test_an_answer_that_says_nothing_is_not_learned_from_as_one(chat, model, junk):
-    model.replies += [says(junk)] * 3
-    chat.ask("I like skiing")
-    chat.learned()
-    assert [turn["response"] for turn in asked(model.learnings[0])["turns"]] == [""]
+def test_an_answer_that_says_nothing_is_not_learned_from_as_one(junk):
+    import memory
+
+    row = {"query": "I ski", "response": junk, "ended_at": "2026-11-21T10:00:00Z"}
+    request = memory.learning_request([], [row], {"query": 99, "response": 99})
+    [turn] = json.loads(request["content"])["turns"]
+    assert (turn["query"], turn["response"]) == ("I ski", "")
 
 
 def test_a_quote_that_stands_beside_a_secret_is_one(chat, model):
