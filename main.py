@@ -274,7 +274,13 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         more = True
         while more:
-            await self.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PING_AFTER):
+                    await self.ready.wait()
+            if not self.unsent:
+                self.emit("ping")
+            if not self.unsent:  # an answer in one piece has no pings
+                continue
             body, self.unsent, more = self.unsent, b"", not self.ended
             self.ready.clear()
             async with asyncio.timeout(READ_TIMEOUT):
@@ -286,15 +292,6 @@ class EventStream(StreamingResponse):
                 await send(event)
         # Now, not when all around it has ended: the client may already ask again.
         self.closed = True
-
-    async def wait(self) -> None:
-        """Wait for something to send; after PING_AFTER seconds that is a ping."""
-        while not self.unsent:
-            try:
-                async with asyncio.timeout(PING_AFTER):
-                    await self.ready.wait()
-            except TimeoutError:
-                self.emit("ping")
 
 
 class OpenAIStream(EventStream):
@@ -309,14 +306,14 @@ class OpenAIStream(EventStream):
         self.endpoint, self.stream, self.usage = endpoint, stream, usage
         self.first: Json = {"role": "assistant", "content": ""}  # of the first chunk
         kind = "chat.completion.chunk" if stream else "chat.completion"
-        self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
-        self.about["created"] = int(time.time())
+        id, now = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.about: Json = {"id": id, "object": kind, "created": now}
 
     def encode(self, type: str, fields: Json) -> bytes:
         if type == "error":
             return self.encode_error(**fields)
         if type == "done":
-            return self.encode_done(**fields)
+            return self.encode_done(fields)
         if self.stream and type in ("token", "thought"):
             return self.chunk(content=fields["text"] if type == "token" else "\n\n")
         return b": ping\n\n" if self.stream and type == "ping" else b""
@@ -331,27 +328,31 @@ class OpenAIStream(EventStream):
         whole["choices"] = [{"index": 0, **choice}] if choice else []
         return b"data: %b\n\n" % to_json(whole) if self.stream else to_json(whole)
 
-    def encode_done(
-        self, response: str, finish_reason: str, usage: Json | None, **more: Any
-    ) -> bytes:
-        finish_reason = finish_reason.replace("max_rounds", "stop")
-        calls = more.get("tool_calls", [])
+    def encode_done(self, done: Json) -> bytes:
+        reason = done["finish_reason"].replace("max_rounds", "stop")
+        calls = {n: done[n] for n in done.keys() & {"tool_calls"}}
         if not self.stream:
-            message = {"role": "assistant", "content": response or None}
-            message |= {"tool_calls": calls} if calls else {}
-            return self.data(usage, message=message, finish_reason=finish_reason)
-        numbered = [{"index": n, **call} for n, call in enumerate(calls)]
-        end = self.chunk(finish_reason, **({"tool_calls": numbered} if calls else {}))
-        end += self.data(usage) if self.usage else b""
+            message = {
+                "role": "assistant",
+                "content": done["response"] or None,
+                **calls,
+            }
+            return self.data(done["usage"], message=message, finish_reason=reason)
+        for n, call in enumerate(calls.get("tool_calls", [])):
+            call["index"] = n
+        end = self.chunk(reason, **calls)
+        end += self.data(done["usage"]) if self.usage else b""
         return end + b"data: [DONE]\n\n"
 
     def encode_error(self, code: str, message: str) -> bytes:
+        status = STATUS.get(code, 500)
+        error = to_json(openai_error(status, message, code))
         if self.stream and (self.started or self.unsent):
-            return b"data: %b\n\n" % to_json(openai_error(500, message, code))
-        self.status_code = STATUS.get(code, 500)
+            return b"data: %b\n\n" % error
+        self.status_code = status
         self.headers["Content-Type"] = "application/json"
         self.headers["X-Should-Retry"] = "false"  # a turn already, asked twice by us
-        return to_json(openai_error(self.status_code, message, code))
+        return error
 
 
 def openai_error(status: int, message: str, code: str | None = None) -> Json:
@@ -419,10 +420,10 @@ class AgentRun:
         self.functions: dict[str, Callable] = {}  # on offer, by name
         self.prompt: Json = {}  # messages and tools
         self.tools: list[Json] = []  # calls and results
-        self.seen: Counter[str] = Counter()  # calls, by name and arguments
+        self.seen: Counter[Any] = Counter()  # calls, by name and arguments
         self.steps: list[str] = []  # of the plan, as it stands
-        self.done: Json = {"response": "", "turn": turn.number if turn else 0}
-        self.done |= {"rounds": 0, "finish_reason": "stop", "usage": Counter()}
+        self.done: Json = {"response": "", "rounds": 0, "usage": Counter()}
+        self.done["turn"] = turn.number if turn else 0
 
     def emit(self, type: str, **fields: Any) -> None:
         self.events.emit(type, round=self.done["rounds"], **fields)
@@ -482,13 +483,12 @@ class AgentRun:
         self.events.emit("memory", **known, degraded=hints.degraded)
 
     def offer_tools(self) -> None:
-        turn = self.turn
-        found: list[Callable] = [*tools.TOOLS.values()]
+        found = [*tools.TOOLS.values()]
         if self.request.reasoning:
             found.insert(0, plan)
-        if turn:
-            found += [turn.fetch_memory, turn.propose_memory]
-            found += [turn.forget_memory, turn.search_conversations]
+        if self.turn:
+            found += [self.turn.fetch_memory, self.turn.propose_memory]
+            found += [self.turn.forget_memory, self.turn.search_conversations]
         self.functions = {function.__name__: function for function in found}
         self.prompt["tools"] = [tools.schema(function) for function in found]
 
@@ -567,43 +567,41 @@ class AgentRun:
         self.take_back(reply)
         for call in reply.calls:
             # Written anew: a malformed string in the messages is refused for ever.
-            call.text = json.dumps(call.arguments or {})
-            if self.functions.get(call.name) is not plan:
-                shown = {"name": call.name, "arguments": call.arguments or {}}
-                self.emit("tool_call", id=call.id, **shown)
+            call.text = json.dumps(call.arguments or {}, sort_keys=True)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self.run_call(call)) for call in reply.calls]
-        rows = [task.result() for task in running]
-        self.tools += rows
         said["tool_calls"] = [call.as_message() for call in reply.calls]
-        self.prompt["messages"].append(said)
-        for call, row in zip(reply.calls, rows):
-            result = memory.message("tool", row["content"])
-            self.prompt["messages"].append(result | {"tool_call_id": call.id})
+        messages = self.prompt["messages"]
+        messages.append(said)
+        for call, task in zip(reply.calls, running):
+            self.tools.append(task.result())
+            result = memory.message("tool", task.result()["content"])
+            messages.append(result | {"tool_call_id": call.id})
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = MAX_ROUNDS - self.done["rounds"]
-            result = self.prompt["messages"][-1]
-            result["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
+            messages[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
 
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
-        began, name, arguments = time.monotonic(), call.name, call.arguments
-        same = f"{name} {json.dumps(arguments, sort_keys=True)}"
-        self.seen[same] += 1
-        if self.seen[same] > 2:
+        began, arguments = time.monotonic(), call.arguments or {}
+        planning = self.functions.get(call.name) is plan
+        if not planning:
+            self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
+        self.seen[call.name, call.text] += 1
+        if self.seen[call.name, call.text] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            known = self.functions, name, arguments
+            known = self.functions, call.name, call.arguments
             ok, text = await tools.call_tool(*known, TOOL_TIMEOUT)
-        result: Json = {"name": name, "ok": ok, "content": text}
-        if self.functions.get(name) is not plan:
+        result = {"name": call.name, "ok": ok, "content": text}
+        if not planning:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", id=call.id, **result, ms=ms)
-        elif ok and arguments:
+        elif ok:
             self.steps = arguments["steps"]
             self.emit("plan", steps=self.steps)
-        return result | {"arguments": arguments or {}}
+        return result | {"arguments": arguments}
 
 
 def text_of(message: Message) -> str:
@@ -669,10 +667,7 @@ class ReplyParser:
                 break
         if not self.finish_reason:
             raise Failure(UNAVAILABLE, "The model's answer broke off.")
-        if self.thinking:
-            self.think(self.held)
-        else:
-            self.say(self.held)
+        self.say(self.held, "thinking" if self.thinking else "token")
         self.calls = [call for call in self.calls if call.name]
 
     def feed(self, chunk: Json) -> None:
@@ -684,20 +679,16 @@ class ReplyParser:
         thought = printable(delta.get("reasoning_content") or delta.get("reasoning"))
         text = printable(text_of(delta) or delta.get("refusal"))
         self.size += len((thought + text).encode())
-        self.think(thought)
+        self.say(thought, "thinking")
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(as_dict(piece))
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
-    def think(self, text: str) -> None:
+    def say(self, text: str, type: str = "token") -> None:
+        self.text += text if type == "token" else ""
         if text:
-            self.emit("thinking", text=text)
-
-    def say(self, text: str) -> None:
-        self.text += text
-        if text:
-            self.emit("token", text=text)
+            self.emit(type, text=text)
 
     def add_text(self, text: str) -> None:
         """Tell text from the thinking before it, whose tags may come in pieces."""
@@ -705,7 +696,7 @@ class ReplyParser:
         if self.thinking:
             thought, tag, text = text.partition("</think>")
             whole = thought if tag else HALF_TAG.sub("", thought)
-            self.think(whole)
+            self.say(whole, "thinking")
             self.thinking, self.held = not tag, thought[len(whole) :]
         if not self.thinking and not self.text:
             text = text.lstrip()
