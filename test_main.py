@@ -52,6 +52,7 @@ from hypothesis.errors import Unsatisfiable
 from openai import AsyncOpenAI, OpenAI
 from tinydb import TinyDB
 
+import memory
 import tools
 
 # --- The stand-in endpoint ---
@@ -4229,9 +4230,7 @@ def cut(whole, places):
 @example("call in pieces", range(200), [], b"\r\n")
 @example("think", [], range(1, 1000), b"\r\n")
 @example("JSON answer", range(100), range(0, 2000, 3), b"\n")
-def test_any_way_of_cutting_a_stream_gives_the_same_events(
-    shared, name, in_text, in_bytes, line_end
-):
+def test_any_cut_of_a_stream_gives_the_same(shared, name, in_text, in_bytes, line_end):
     text, head, field = CUTTABLE[name]
     expected = turn(shared, [head + deltas(field, [text]) + LAST], [SO])
     stream = head + deltas(field, cut(text, in_text)) + LAST
@@ -4313,9 +4312,7 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize("refuse, has", REFUSALS.values(), ids=REFUSALS.keys())
-def test_what_an_endpoint_refuses_is_left_out_for_ten_minutes(
-    shared, picky, caplog, refuse, has
-):
+def test_what_is_refused_is_left_out(shared, picky, caplog, refuse, has):
     def ask():
         picky.requests.clear()
         assert answer(turn(shared, says("Hi."))) == "Hi."
@@ -4380,9 +4377,7 @@ TEACH_NOTHING = {
 @pytest.mark.parametrize(
     "text, code, asked", TEACH_NOTHING.values(), ids=TEACH_NOTHING.keys()
 )
-def test_a_refusal_of_another_kind_teaches_nothing(
-    shared, picky, caplog, text, code, asked
-):
+def test_another_refusal_teaches_nothing(shared, picky, caplog, text, code, asked):
     picky.refuse = lambda request: request.get("stream") and text
     events = turn(shared)
     assert [e["type"] for e in events] == ["error"] and events[0]["code"] == code
@@ -4468,9 +4463,7 @@ def told(steps):
 
 
 @pytest.mark.parametrize("rounds, plans, results", TASKS.values(), ids=TASKS.keys())
-def test_a_task_is_planned_carried_out_and_planned_anew(
-    shared, picky, rounds, plans, results
-):
+def test_a_task_is_planned_and_planned_anew(shared, picky, rounds, plans, results):
     events = turn(shared, *rounds, reasoning_mode=True)
     requests = picky.requests
 
@@ -4505,9 +4498,7 @@ def test_a_task_is_planned_carried_out_and_planned_anew(
         assert reminders == [None] * (len(new) - 2) + [(told(standing), 8 - n)]
 
 
-def test_a_turns_tools_and_thoughts_stand_in_its_transcript_and_thinking_does_not(
-    shared, picky
-):
+def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
     import main
 
     def thinking(stream, text):
@@ -4558,9 +4549,7 @@ def test_at_the_cap_the_answer_is_asked_for_without_calls(shared, picky, monkeyp
     assert events[-1] == done("Five, so far.", "max_rounds", rounds=3)
 
 
-def test_a_call_at_the_cap_is_not_run_and_there_is_an_answer_all_the_same(
-    shared, picky, monkeypatch
-):
+def test_a_call_at_the_cap_is_not_run(shared, picky, monkeypatch):
     import main
 
     monkeypatch.setattr(main, "MAX_ROUNDS", 2)
@@ -4584,9 +4573,7 @@ def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
     assert [request["tool_choice"] for request in picky.requests] == ["none"]
 
 
-def test_the_third_same_call_is_not_run_and_ends_the_rounds_also_beside_others(
-    shared, picky
-):
+def test_the_third_same_call_is_not_run_and_ends_the_rounds(shared, picky):
     again = {"expression": "2+3"}
     rounds = [calls(("calculate", again)) for _ in range(3)]
     rounds[1] = calls(("calculate", '{ "expression" : "2+3" }'), compute("7*6"))
@@ -4605,9 +4592,7 @@ def no_forced_call(request):
         return "tool_choice: only auto is supported"
 
 
-def test_where_a_call_cannot_be_forced_the_request_is_a_plain_one(
-    shared, picky, caplog
-):
+def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
     picky.refuse = no_forced_call
     rounds = [calls(planned("Add")), calls(compute("2+3")), [SO]]
     events = turn(shared, *rounds, reasoning_mode=True)
@@ -4694,8 +4679,6 @@ async def embedded(texts):
 
 def in_haste():
     """Let the memory do often what it does seldom."""
-    import memory
-
     memory.LEARN_DELAY, memory.QUIET, memory.FILE_TURNS = 0.01, 0.1, 4
     return memory
 
@@ -4703,8 +4686,6 @@ def in_haste():
 @asynccontextmanager
 async def remembering(folder, complete=scripted, embed=embedded, **settings):
     """Yield an open Memory on a folder."""
-    import memory
-
     known = memory.Settings(**{"history_turns": 2, **settings})
     model = "bag" if embed else ""
     service = memory.Memory(folder, complete, embed, model, settings=known)
@@ -4794,11 +4775,7 @@ def a_fact(text):
     return {text: fact}
 
 
-def test_what_was_given_up_or_could_not_be_written_is_not_kept_in_memory(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_what_could_not_be_written_is_not_kept(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left on device")
 
@@ -4895,8 +4872,6 @@ def words_in(folder, user, session):
 
 def check(folder, acknowledged):
     """Nothing that was acknowledged is lost or doubled, and every file can be read."""
-    import memory
-
     for path in folder.rglob("*"):
         assert "corrupt" not in path.name, path
         if path.suffix == ".json" and ".mem0" not in path.parts:
@@ -5024,9 +4999,7 @@ FAILING += [("open", errno.EROFS), ("open", errno.EMFILE)]
 
 
 @pytest.mark.parametrize("name, number", FAILING)
-def test_a_folder_that_cannot_be_written_leaves_all_as_it_was(
-    chat, monkeypatch, name, number
-):
+def test_what_cannot_be_written_stays_as_it_was(chat, monkeypatch, name, number):
     chat.ask("I like tea.")
     chat.learned()
     before = {path: path.read_bytes() for path in chat.folder.rglob("*.json")}
@@ -5049,9 +5022,7 @@ def test_a_folder_that_cannot_be_written_leaves_all_as_it_was(
     assert chat.facts() == ["User likes tea.", "User likes jazz."]
 
 
-def test_a_marker_that_cannot_be_unlinked_holds_up_nothing_and_doubles_nothing(
-    chat, monkeypatch
-):
+def test_a_marker_that_cannot_be_unlinked_doubles_nothing(chat, monkeypatch):
     def failing(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -5067,11 +5038,7 @@ def test_a_marker_that_cannot_be_unlinked_holds_up_nothing_and_doubles_nothing(
     assert chat.facts() == ["User likes tea.", "User likes jazz."]
 
 
-def test_a_full_disk_at_the_end_costs_vectors_alone_and_frees_the_folder(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_a_full_disk_at_the_end_costs_vectors_alone(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left on device")
 
@@ -5089,8 +5056,6 @@ def test_a_full_disk_at_the_end_costs_vectors_alone_and_frees_the_folder(
 @pytest.fixture(scope="module")
 def known_user(tmp_path_factory):
     """Return a folder with two sessions of a user, facts and both indexes."""
-    import memory
-
     folder = tmp_path_factory.mktemp("known")
 
     async def begin():
@@ -5140,11 +5105,7 @@ DAMAGED = [f"{A}.json", f"{A}.1.json", "memory.json", "memory.faiss", "turns.fai
 @example("memory.json", "other", 0, 2)
 @example("memory.json", "insert", b'frequency":', ord("-"))
 @example("memory.json", "flip", b"old_", 0x01)
-def test_any_damage_is_set_aside_and_the_service_goes_on(
-    known_user, file, how, place, byte
-):
-    import memory
-
+def test_any_damage_is_set_aside(known_user, file, how, place, byte):
     async def go_on(folder):
         async with remembering(folder) as service:
             for session, query in ((A, "I like w8"), (B, "I like w9")):
@@ -5199,8 +5160,6 @@ def test_a_damaged_memory_is_set_aside_and_learned_again(known_user, tmp_path):
 
 
 def test_a_first_turn_of_a_deleted_user_is_not_saved_with_the_user_made_anew(tmp_path):
-    import memory
-
     async def trial():
         async with remembering(tmp_path) as service:
             async with service.turn("ann", A) as turn:
@@ -5218,11 +5177,7 @@ def test_a_first_turn_of_a_deleted_user_is_not_saved_with_the_user_made_anew(tmp
     asyncio.run(trial())
 
 
-def test_a_turn_whose_session_is_deleted_or_which_was_saved_is_not_saved(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_a_turn_of_a_deleted_session_is_not_saved(tmp_path, monkeypatch):
     replaced, go_on, does = threading.Event(), threading.Event(), os.replace
 
     def slowly(*paths):
@@ -5338,11 +5293,7 @@ def test_a_sessions_deletion_killed_at_any_step_leaves_no_hole_and_it_goes_on(tm
     assert int(run_apart(killed_while_deleting, tmp_path)) > 12
 
 
-def test_what_a_learner_holds_of_a_deleted_session_is_not_learned_of_the_one_made_anew(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_a_learner_learns_nothing_of_a_deleted_session(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "QUIET", 0.0)
     asked, go_on = [], asyncio.Event()
 
@@ -5367,8 +5318,6 @@ def test_what_a_learner_holds_of_a_deleted_session_is_not_learned_of_the_one_mad
 
 def hold_and_be_cancelled(root):
     """Cancel a holder twice, and end the event loop, while its thread writes; see who gets in."""
-    import memory
-
     begun = threading.Event()
 
     def slowly():
@@ -5421,17 +5370,11 @@ def hold_and_be_cancelled(root):
             (root / name).unlink()
 
 
-def test_a_lock_is_held_until_its_thread_has_ended_however_often_it_is_cancelled(
-    tmp_path,
-):
+def test_a_lock_is_held_until_its_thread_has_ended(tmp_path):
     assert run_apart(hold_and_be_cancelled, tmp_path).split() == ["True", "True"]
 
 
-def test_a_session_whose_newest_file_is_damaged_goes_on_behind_its_older_ones(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_a_damaged_session_goes_on_behind_its_older_files(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "FILE_TURNS", 2)
     said = [f"I like w{n}" for n in range(1, 6)]
     asyncio.run(live(tmp_path, *said))
@@ -5444,11 +5387,7 @@ def test_a_session_whose_newest_file_is_damaged_goes_on_behind_its_older_ones(
     assert len(list(tmp_path.glob("ann/*.corrupt-*"))) == 1
 
 
-def test_a_file_of_equal_size_written_in_the_same_moment_is_seen_as_another(
-    tmp_path, monkeypatch
-):
-    import memory
-
+def test_a_file_of_equal_size_and_moment_is_another(tmp_path, monkeypatch):
     (tmp_path / "ann").mkdir()
     writer, reader = (memory.UserFiles(tmp_path / "ann") for _ in range(2))
     # The kernel's clock stands still for 4 ms, and ext4 gives the same inode again.
@@ -5484,15 +5423,11 @@ def count_together(root):
     print((root / "data" / "count").read_text())
 
 
-def test_a_lock_excludes_tasks_and_processes_also_where_a_folder_has_two_names(
-    tmp_path,
-):
+def test_a_lock_excludes_tasks_and_processes(tmp_path):
     assert run_apart(count_together, tmp_path) == "500\n"
 
 
-def test_a_lock_file_that_cannot_be_opened_anew_closes_nobody_elses(
-    tmp_path, monkeypatch
-):
+def test_a_lock_file_not_opened_anew_closes_no_other(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -5534,8 +5469,6 @@ def traces(folder, *texts):
 
 
 def write_indexes(chat):
-    import memory
-
     for user in chat.service.memory.users.values():
         with suppress(memory.NotFound):
             user.save_vectors()
@@ -5558,8 +5491,6 @@ def is_idle(memory, key):
 @pytest.fixture
 def talkative(start, monkeypatch):
     """A service that knows two users, with indexes, a summary, and strays of every kind."""
-    import memory
-
     monkeypatch.setattr(memory, "FILE_TURNS", 4)
     with start(HISTORY_TURNS=1) as chat:
         for user in ("Žofie", "ann"):
@@ -5575,8 +5506,6 @@ def talkative(start, monkeypatch):
 
 
 def folder_of(user):
-    import memory
-
     return memory.folder_name(user)
 
 
@@ -5765,11 +5694,8 @@ class Counting(StandIn):
 
 
 @pytest.mark.parametrize("facts", [0, 40], ids=["no embeddings", "embeddings"])
-def test_a_turn_cancelled_at_any_await_leaves_right_files_and_no_task(
-    endpoint, tmp_path, monkeypatch, facts
-):
+def test_a_turn_may_be_cancelled_at_any_await(endpoint, tmp_path, monkeypatch, facts):
     import main
-    import memory
 
     endpoint.app = model = Counting()
     model.pause = 0.002
@@ -5833,8 +5759,6 @@ def test_a_turn_cancelled_at_any_await_leaves_right_files_and_no_task(
 
 
 def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path):
-    import memory
-
     async def life(step, query):
         reached = []
         async with remembering(
@@ -5871,8 +5795,6 @@ NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſs
 
 
 def normal(name):
-    import memory
-
     try:
         return memory.normal_name(name)
     except ValueError:
@@ -5908,8 +5830,6 @@ def test_a_name_has_one_form_and_one_folder_that_is_safe_on_any_disk(one, two):
 @example("con")
 @example("%2e%2e%2f")
 def test_a_user_is_one_folder_inside_the_data_folder_and_gone_after_it(name):
-    import memory
-
     async def come_and_go(folder):
         async with remembering(folder, embed=None) as service:
             await say(service, name, A, "I like tea")
@@ -5952,8 +5872,6 @@ WRITTEN = (PROPOSAL | PROPOSAL | ANY_JSON).map(json.dumps) | st.text()
     ['{"operations": [{"op": "add", "evidence": "like tea", "text": "a\\ud800b"}]}']
 )
 def test_whatever_the_model_proposes_only_facts_come_of_it(answers):
-    import memory
-
     answers = deque(answers)
 
     async def propose(messages, schema):
@@ -6007,9 +5925,7 @@ MODES = list(schemathesis.GenerationMode)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_nothing_that_the_schema_allows_or_forbids_is_a_server_error(
-    shared, mode, monkeypatch
-):
+def test_nothing_like_the_schema_is_a_server_error(shared, mode, monkeypatch):
     # An endpoint that takes anything: what it fails at is no error of ours.
     monkeypatch.setattr(sys.modules[__name__], "improvise", lambda _: says("Fine."))
     schema, seen = schemathesis.openapi.from_url(f"{shared.url}/openapi.json"), set()
@@ -6539,9 +6455,7 @@ CALLED = {
 
 @pytest.mark.parametrize("way", ["sync", "async stream"])
 @pytest.mark.parametrize("reply, wanted", CALLED.values(), ids=CALLED)
-def test_calls_of_a_clients_tools_come_back_as_they_are(
-    chat, model, reply, wanted, way
-):
+def test_calls_of_a_clients_tools_come_back(chat, model, reply, wanted, way):
     model.replies.append(reply)
 
     got = complete(chat, "Weather?", way, user="ann", tools=[WEATHER, TIDE])
@@ -6603,9 +6517,7 @@ def test_openais_stream_helper_puts_calls_and_text_together(chat, model):
 
 
 @pytest.mark.parametrize("choice", ["none", "required", {"type": "function", "function": {"name": "tide"}}], ids=str)  # fmt: skip
-def test_a_tool_choice_goes_to_the_model_with_the_clients_tools_alone(
-    chat, model, choice
-):
+def test_a_tool_choice_goes_with_the_clients_tools_alone(chat, model, choice):
     model.replies += [says("Hm."), says("Hm.")]
     complete(chat, "Hi!", tools=[TIDE], tool_choice=choice, parallel_tool_calls=False)
     complete(chat, "Hi!", tool_choice=choice)
@@ -6627,9 +6539,7 @@ ODD = {"top_k": 40, "min_p": None, "chat_template_kwargs": {"enable_thinking": F
 
 
 @pytest.mark.parametrize("way", ["sync", "sync stream"])
-def test_parameters_go_to_the_model_untouched_and_what_is_ours_does_not(
-    chat, model, way
-):
+def test_parameters_go_to_the_model_untouched(chat, model, way):
     ours = {"user": "ann", "store": True, "n": 1, "metadata": {"session_id": A}}
     complete(chat, "Hi!", way, **PASSED, **ours, extra_body=ODD)
 
@@ -6641,9 +6551,7 @@ def test_parameters_go_to_the_model_untouched_and_what_is_ours_does_not(
 
 
 @pytest.mark.parametrize("part", ["temperature", "response_format", "tools"])
-def test_a_clients_own_parameter_that_is_refused_is_its_error_and_nobody_elses(
-    chat, model, part
-):
+def test_a_refused_parameter_of_a_client_is_its_own_error(chat, model, part):
     given = {"temperature": 9, "response_format": FORMAT, "tools": [TIDE]}[part]
     model.replies += [(400, {"error": {"message": f"{part}: out of range"}}), says("!")]
 
@@ -6655,9 +6563,7 @@ def test_a_clients_own_parameter_that_is_refused_is_its_error_and_nobody_elses(
     assert not chat.service.chat.unsupported
 
 
-def test_what_does_not_go_with_a_clients_parameter_is_left_out_for_it_alone(
-    chat, model
-):
+def test_what_does_not_go_with_a_parameter_is_left_out_once(chat, model):
     clash = {"error": {"message": "response_format does not go with tools"}}
     model.replies += [(400, clash), says("{}"), says("!")]
 
@@ -6975,9 +6881,7 @@ UPSTREAM = {
 
 @pytest.mark.parametrize("way", ["sync", "async stream"])
 @pytest.mark.parametrize("replies, status, code", UPSTREAM.values(), ids=UPSTREAM)
-def test_a_failing_endpoint_is_an_http_error_before_the_stream(
-    start, model, replies, status, code, way
-):
+def test_a_failing_endpoint_is_an_http_error(start, model, replies, status, code, way):
     model.replies += replies
     timeout = 0.3 if replies[0] and replies[0][0] is WAIT else 20.0
     with start(UPSTREAM_TIMEOUT=timeout, OPENAI_API_KEY="sk-secret") as chat:
@@ -6996,9 +6900,7 @@ def test_a_failing_endpoint_is_an_http_error_before_the_stream(
 
 @pytest.mark.parametrize("way", ["sync", "sync stream", "async stream"])
 @pytest.mark.parametrize("end", [[CUT], [], [{"error": {"message": "x"}}], [WAIT]], ids=["cut", "no end", "error", "silence"])  # fmt: skip
-def test_a_failure_after_the_first_words_is_an_error_in_the_stream(
-    start, model, end, way
-):
+def test_a_failure_after_words_stands_in_the_stream(start, model, end, way):
     model.replies.append([*HELLO, *end])
     with start(UPSTREAM_TIMEOUT=1.0 if end == [WAIT] else 20.0) as chat:
         error = refusal_of(chat, "I like tea.", way, user="ann")
@@ -7184,9 +7086,7 @@ def test_a_client_that_leaves_a_completion_stream_stops_the_model(chat, model):
 
 
 @pytest.mark.parametrize("way", ["whole", "stream"])
-def test_a_client_that_leaves_before_it_heard_anything_stops_the_model(
-    chat, model, way
-):
+def test_a_client_that_hears_nothing_and_leaves_stops_all(chat, model, way):
     model.replies.append([*says("Tea ")[:2], WAIT, *says("good.")])
     request = to_create("I like tea.", way, {"X-Session-Id": A}, user="ann")
 
