@@ -1054,7 +1054,9 @@ def delete_session(user: User, session_id: str) -> None:
         raise NotFound("session")
     user.save_vectors(without=session_id)
     strays = "*turns.faiss.*", f".{session_id}.*", f"{session_id}.*.corrupt-*"
-    rest = f"{session_id}.*.json", f"{session_id}.json", f"{session_id}.*"
+    # The oldest first, or a kill would leave a hole between turns.
+    older = [f"{session_id}.{last}.json" for last in user.files.older(session_id)]
+    rest = *older, f"{session_id}.json", f"{session_id}.*"
     erase(user.files.folder, *strays, *rest)
 
 
