@@ -3416,9 +3416,9 @@ def test_the_readmes_curl_lines_print_what_the_page_shows(chat):
     lines += run_line(second, chat.url).splitlines()
 
     [shown] = [block for block in printed_blocks("") if "Noted" in block]
-    assert [line for line in shown.splitlines() if line != "…"] == [
-        lines[0], *(line for line in lines if '"done"' in line),
-    ]  # fmt: skip
+    shown = [json.loads(line) for line in shown.splitlines() if line != "…"]
+    events = [json.loads(line) for line in lines]
+    assert shown == [events[0], *of(events, "done")]
     chat.ask(re.search("Say `(.*?)`", PAGE)[1], user="Ann")
     chat.learned(folder="ann~17239b6e250110330eda64a29c610bf1")
     assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
