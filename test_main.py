@@ -2933,12 +2933,15 @@ REAL_CASES = (  # 40 of MODEL_CASES, drawn over kinds and languages before the f
 @pytest.mark.real
 @pytest.mark.skipif("OPENAI_BASE_URL" not in os.environ, reason="needs a real model")
 def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
-    """Prints accuracy by operation; `REAL_CASES=all` asks for every case."""
+    """Prints accuracy by operation.
+
+    The prompt was tuned on the other cases, `REAL_CASES=others`, and on none of these.
+    """
     import main
     import memory
 
-    wanted = os.environ.get("REAL_CASES", REAL_CASES).split()
-    cases = [case for case in MODEL_CASES if wanted == ["all"] or case[0] in wanted]
+    others = os.environ.get("REAL_CASES") == "others"
+    cases = [c for c in MODEL_CASES if (c[0] in REAL_CASES.split()) is not others]
     monkeypatch.setattr(main, "DATA_DIR", tmp_path)
 
     async def facts_after(service, texts, turns):
@@ -6181,7 +6184,7 @@ def test_learnings_and_summaries_of_long_chinese_stay_within_the_context(
     for request in model.learnings + model.summaries:
         texts = [message["content"] for message in request["messages"]]
         assert json.loads(texts[-1])["turns"][0]["query"].startswith("第")
-        asked = sum(len(text.encode()) // 2 for text in texts)  # JSON has more tokens
+        asked = sum(len(text.encode()) * 2 // 5 for text in texts)
         assert asked + request["max_tokens"] < size
 
 
