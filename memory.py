@@ -1329,19 +1329,18 @@ NAMES = re.compile(
 def is_said(evidence: Any, query: str) -> bool:
     """Tell whether words stand in a query, by letters and digits: 6 of them, or all."""
     said = letters(str(evidence or ""))
-    # The model quotes what it was shown, which has no secrets.
-    forms = letters(query), letters(redact(query))
-    return any(
-        said in form and (len(said) >= 6 or said == form) for form in forms if said
-    )
+    # What the model was shown, and quotes, has no secrets.
+    forms = [letters(query), letters(redact(query))]
+    if len(said) < 6:
+        return said != "" and said in forms
+    return any(said in form for form in forms)
 
 
 def key_words(text: str) -> set[str]:
     """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
     words: set[str] = set()
-    for word in content_words.__wrapped__(
-        USER.sub(" ", text)
-    ):  # not kept: it may be long
+    # Not by the cache: a query may be long.
+    for word in content_words.__wrapped__(USER.sub(" ", text)):
         pairs = {word[n : n + 2] for n in range(max(1, len(word) - 1))}
         words |= pairs if UNSPACED.match(word) else {word}
     return words - STOP
@@ -1418,7 +1417,7 @@ EPHEMERAL = re.compile(
     r"\b(?:is|feels?|was)(?: (?:so|very|really|just|still|right now))* (?:tired|exhausted|hungry"
     r"|bored|busy|late|sick|sad|happy|stressed)(?:,? (?:today|tonight|(?:right )?now|this \w+))*\W*$"
     r"|\b(?:is|are)(?: (?:just|still))* (?:at|in|on) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
-    r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b"
+    r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b|\bin \d+ minutes\W*$"
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
     r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
     r"|\best[áa] (?:muy )?(?:cansad|ocupad)[oa]\b|\best (?:très )?(?:fatigué|occupé)e?\b"
@@ -1596,25 +1595,19 @@ JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
 
 
 @functools.lru_cache(maxsize=8)
-def learning_examples(room: int) -> list[Message]:
-    """Return the rules, and the first examples that fit a number of tokens, as if answered."""
+def learning_prompt(context: int, smaller: int) -> tuple[list[Message], int]:
+    """Return the rules, the first examples that fit, and the tokens left for facts and turns."""
+    left = context * 3 // 4  # the rest is for the answer
+    room = 0 if smaller == 2 else left // 2
     messages, at = [message("system", LEARN_PROMPT)], "2025-03-05T09:00:00Z"
     nothing = dict.fromkeys(FIELDS) | {"op": "add", "importance": 0}
-    sizes = {"query": 500, "response": 500}
     for facts, said, operations in EXAMPLES:
         rows = [{"ended_at": at, "query": q, "response": r} for q, r in said]
         filled = [nothing | dict(zip(FIELDS, o, strict=False)) for o in operations]
-        example = [learning_request(facts, rows, sizes)]
-        example.append(as_message("assistant", {"operations": filled}))
+        asked = learning_request(facts, rows, {"query": 500, "response": 500})
+        example = [asked, as_message("assistant", {"operations": filled})]
         if prompt_tokens(messages + example) <= room:
             messages += example
-    return messages
-
-
-def learning_prompt(context: int, smaller: int) -> tuple[list[Message], int]:
-    """Return rules and examples for a context, and the tokens left for facts and turns."""
-    left = context * 3 // 4  # the rest is for the answer
-    messages = learning_examples(0 if smaller == 2 else left // 2)
     return messages, min(left - prompt_tokens(messages), context // 2)
 
 

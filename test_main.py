@@ -2629,6 +2629,8 @@ GATE_CASES = [
     ("on-the-way", "en", [], ["on my way home, what's for dinner"], [("add", None, "User is on their way home", "on my way home")], []),
     ("asked", "en", [], ["what is the capital of Peru"], [("add", None, "User asked about the capital of Peru", "what is the capital of Peru")], []),
     ("wants-to-know", "en", [], ["how do I boil eggs"], [("add", None, "User wants to know how to boil eggs", "how do I boil eggs")], []),
+    ("boarding", "en", [], ["boarding in 10 minutes"], [("add", None, "User is boarding in 10 minutes", "boarding in 10 minutes")], []),
+    ("said", "ja", [], ["ありがとう、助かりました"], [("add", None, "User says thank you", "ありがとう、助かりました")], []),
     ("greeted", "en", [], ["hello there"], [("add", None, "User said hello", "hello there")], []),
     ("tired-es", "es", [], ["hoy estoy muy cansada"], [("add", None, "La usuaria está muy cansada hoy", "hoy estoy muy cansada")], []),
     ("tired-fr", "fr", [], ["je suis fatigué ce soir"], [("add", None, "L'utilisateur est fatigué ce soir", "je suis fatigué ce soir")], []),
