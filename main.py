@@ -42,7 +42,7 @@ import pydantic_core
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from openai import AsyncOpenAI, DefaultAioHttpClient
+from openai import DefaultAioHttpClient
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -51,6 +51,7 @@ from pydantic import (
     StrictBool,
     model_validator,
 )
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -70,8 +71,8 @@ def setting(name: str, default: Number, least: int = 0) -> Number:
         value = type(default)(text)
         if least <= value < math.inf:
             return value
-    kind = "whole number" if isinstance(default, int) else "number"
-    raise SystemExit(f"{name} must be a {kind} of at least {least}, not {text!r}")
+    kind = type(default).__name__
+    raise SystemExit(f"{name} must be of type {kind}, at least {least}, not {text!r}")
 
 
 def address(name: str) -> str:
@@ -82,28 +83,25 @@ def address(name: str) -> str:
     return url
 
 
-def secret(name: str, default: str = "") -> str:
-    return os.environ.get(name, "").strip() or default
-
-
-API_KEY = secret("API_KEY")  # of this service; not set: open to all
-if os.environ.get("API_KEY") and not API_KEY:
+env = os.environ.get
+API_KEY = env("API_KEY", "").strip()  # of this service; not set: open to all
+if env("API_KEY") and not API_KEY:
     raise SystemExit("API_KEY is blank: set it to a secret, or unset it")
 BASE_URL = address("OPENAI_BASE_URL")
-OPENAI_API_KEY = secret("OPENAI_API_KEY", "EMPTY" if BASE_URL else "")
-CHAT_MODEL = os.environ.get("CHAT_MODEL") or ("" if BASE_URL else "gpt-4.1-mini")
-MEMORY_MODEL = os.environ.get("MEMORY_MODEL", "")  # empty: the chat model
+OPENAI_API_KEY = env("OPENAI_API_KEY", "").strip() or ("EMPTY" if BASE_URL else "")
+CHAT_MODEL = env("CHAT_MODEL") or ("" if BASE_URL else "gpt-4.1-mini")
+MEMORY_MODEL = env("MEMORY_MODEL", "")  # empty: the chat model
 EMBEDDING_BASE_URL = address("EMBEDDING_BASE_URL")
-EMBEDDING_API_KEY = secret("EMBEDDING_API_KEY", OPENAI_API_KEY or "EMPTY")
-EMBEDDING_MODEL = os.environ.get("EMBEDDING_MODEL", "")
+EMBEDDING_API_KEY = env("EMBEDDING_API_KEY", "").strip() or OPENAI_API_KEY or "EMPTY"
+EMBEDDING_MODEL = env("EMBEDDING_MODEL", "")
 if not (EMBEDDING_MODEL or EMBEDDING_BASE_URL or BASE_URL):
     EMBEDDING_MODEL = "text-embedding-3-small"
 EMBEDDING_TIMEOUT = setting("EMBEDDING_TIMEOUT", 2.0)  # seconds, before a first token
-EMBEDDING_QUERY_PREFIX = os.environ.get("EMBEDDING_QUERY_PREFIX", "")
-EMBEDDING_DOCUMENT_PREFIX = os.environ.get("EMBEDDING_DOCUMENT_PREFIX", "")
+EMBEDDING_QUERY_PREFIX = env("EMBEDDING_QUERY_PREFIX", "")
+EMBEDDING_DOCUMENT_PREFIX = env("EMBEDDING_DOCUMENT_PREFIX", "")
 RERANK_BASE_URL = address("RERANK_BASE_URL")  # empty: no reranking
-RERANK_API_KEY = secret("RERANK_API_KEY", "EMPTY")
-RERANK_MODEL = os.environ.get("RERANK_MODEL", "")  # empty: the first one there
+RERANK_API_KEY = env("RERANK_API_KEY", "").strip() or "EMPTY"
+RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 RERANK_TIMEOUT = setting("RERANK_TIMEOUT", 0.5)  # seconds
 MAX_ROUNDS = setting("MAX_ROUNDS", 8, 1)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
@@ -117,17 +115,15 @@ SUMMARIES = setting("SUMMARIES", 1)  # 0: old turns are dropped, not summarised
 MAX_FACTS = setting("MAX_FACTS", 2000, 1)  # a user
 LEARN_CONCURRENCY = setting("LEARN_CONCURRENCY", 4, 1)  # learning calls at once
 try:
-    CHAT_EXTRA_BODY = {**json.loads(os.environ.get("CHAT_EXTRA_BODY") or "{}")}
+    CHAT_EXTRA_BODY = {**json.loads(env("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
     raise SystemExit("CHAT_EXTRA_BODY must be a JSON object") from None
-DATA_DIR = Path(os.environ.get("DATA_DIR") or "data").absolute()
+DATA_DIR = Path(env("DATA_DIR") or "data").absolute()
 try:
     memory.make_folder(DATA_DIR)
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
-CONNECT_TIMEOUT = min(5.0, UPSTREAM_TIMEOUT)  # seconds
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_BODY = 1 << 20  # bytes of one request
 MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
@@ -782,124 +778,109 @@ class Endpoint:
     """A server that speaks OpenAI's API, and the model that is asked there."""
 
     def __init__(self, setting: str, key: str, url: str, model: str):
-        self.setting = setting  # that names the model
-        timeout = openai.Timeout(UPSTREAM_TIMEOUT, connect=CONNECT_TIMEOUT)
-        # Redirects would carry prompts elsewhere.
-        self.http = DefaultAioHttpClient(follow_redirects=False, timeout=timeout)
-        self.client = AsyncOpenAI(
-            api_key=key, base_url=url or None, timeout=timeout, http_client=self.http
+        self.setting, self.model = setting, model  # what names the model; "": the first
+        self.url = url or "https://api.openai.com/v1"
+        self.http = DefaultAioHttpClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"},
+            follow_redirects=False,  # they would carry prompts elsewhere
         )
-        headers = {**self.client.default_headers, **self.client.auth_headers}
-        self.headers = {n: v for n, v in headers.items() if isinstance(v, str)}
-        self.model, self.context_tokens = model, CONTEXT_TOKENS  # 0: not known
+        self.context_tokens = CONTEXT_TOKENS  # 0: not known
         self.unsupported: dict[str, float] = {}  # part of a request → until when
-        self.served: list[str] = []  # models, as last seen
-        self.answers, self.asked_at = False, -math.inf  # the last request; monotonic
-        self.looking = asyncio.Lock()  # one look for all who ask meanwhile
+        self.answers = False  # to the last request
+        self.looked_at, self.looking = -math.inf, asyncio.Lock()
+        self.told = ""  # what the last look has put into the log
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note for /health how a request went; whatever went wrong is raised as a Failure.
-
-        A failure comes from one of four libraries, as whatever type.
-        """
+        """Note for /health how a request went; raise a Failure for whatever went wrong."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (four libraries fail here)
+        except Failure:
+            raise
+        except Exception as error:  # noqa: BLE001 (of four libraries, each with its own)
             failure = upstream_failure(error)
             self.answers = failure.code in (REJECTED, TOO_LONG)
-            self.asked_at = time.monotonic()
             raise failure from first_cause(error)
-        self.answers, self.asked_at = True, time.monotonic()
+        self.answers = True
 
-    async def post(self, path: str, body: Json, patience: float = 1) -> httpx2.Response:
-        """Send a body as JSON; return the answer, which is to be read.
+    async def request(
+        self, path: str, body: Json | None = None, patience: float = 1
+    ) -> httpx2.Response:
+        """Send a body as JSON, or ask without one; return the answer, still to be read.
 
-        Not by the client's own `post`: what that builds around a request took a quarter
-        of the CPU of a chat. Its connections, headers, proxies and time limits serve
-        here; left out are Retry-After and the second of its two retries.
+        By the connections, proxies and time limits of openai's client, not by its `post`:
+        what that builds around a request took a quarter of the CPU of a chat. Left out
+        are Retry-After and the second of its two retries.
 
         Args:
-            patience: How many times UPSTREAM_TIMEOUT it may take to begin.
+            patience: How many times UPSTREAM_TIMEOUT it may be silent.
 
         Raises:
             openai.APIStatusError, httpx2.TransportError: There is none.
         """
-        url, content = f"{self.client.base_url}{path}", to_json(body)
-        timeout = openai.Timeout(patience * UPSTREAM_TIMEOUT, connect=CONNECT_TIMEOUT)
-        options: Json = {"headers": self.headers, "content": content}
-        options["extensions"] = {"timeout": timeout.as_dict()}
-        for last_try in (False, True):
+        known: Json = {"headers": {"Content-Type": "application/json"}}
+        known["timeout"] = openai.Timeout(patience * UPSTREAM_TIMEOUT, connect=5.0)
+        known["content"] = to_json(body) if body else None
+        for pause in (0.5, 0):
             try:
-                request = httpx2.Request("POST", url, **options)
+                method = "POST" if body else "GET"
+                request = self.http.build_request(method, path, **known)
                 response = await self.http.send(request, stream=True)
                 if response.status_code < 300:
                     return response
-                await response.aread()
-                passing = (
-                    response.status_code in (408, 409, 429) or response.is_server_error
-                )
-                if last_try or not passing:
-                    raise status_error(response)
-            except httpx2.TransportError:
-                if last_try:
+                said = (await response.aread())[:8000].decode("utf-8", "replace")
+                raise openai.APIStatusError(said, response=response, body=None)
+            except (openai.APIStatusError, httpx2.TransportError) as error:
+                status = getattr(error, "status_code", 503)
+                if not pause or (status < 500 and status not in (408, 429)):
                     raise
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(pause)
         raise AssertionError  # never
 
-    async def ask(self, path: str, body: Json, patience: float = 1) -> Any:
-        """Return the JSON of the answer to a body."""
-        return json.loads(await (await self.post(path, body, patience)).aread())
+    async def ask(self, path: str, body: Json | None = None) -> Json:
+        """Return the JSON of an answer. Raises Failure."""
+        with self.noted():
+            return json.loads(await (await self.request(path, body)).aread())
 
     async def look(self) -> None:
-        """Look at the models there: for a name, unless one is set, and the context's size."""
-        with self.noted():
-            limit = min(2.0, UPSTREAM_TIMEOUT)
-            client = self.client.with_options(timeout=limit, max_retries=0)
-            models = (await client.models.list()).data
-        self.model = self.model or next((model.id for model in models), "")
-        self.served = [model.id for model in models]
-        sizes = {m.id: (m.model_extra or {}).get("max_model_len") for m in models}
-        self.context_tokens = self.context_tokens or sizes.get(self.model) or 8192
+        """Look at the models there, for a name, unless one is set, and the context's size.
 
-    async def introduce(self) -> None:
-        """Look at the endpoint, and log what is used there, or what to set."""
-        url = self.client.base_url
-        try:
-            await self.look()
-        except Failure as error:
-            why = f"{error.message} {error.__cause__!r:.300}"
-            start_log.warning("%s at %s cannot be asked: %s", self.setting, url, why)
-            return
-        start_log.info("%s is %s at %s", self.setting, self.model or "not known", url)
-        if self.model not in self.served:
-            found = ", ".join(self.served[:9]) or "no model"
-            start_log.warning(
-                "%s must be what is served there: %s", self.setting, found
-            )
+        That goes into the log, or what to set. Who comes within LOOK_AFTER goes by it.
+        """
+        async with self.looking:
+            if time.monotonic() - self.looked_at < LOOK_AFTER:
+                return
+            self.looked_at = time.monotonic()
+            told, level = f"{self.setting} at {self.url}", logging.WARNING
+            try:
+                with self.noted():
+                    async with asyncio.timeout(2):
+                        found = (await self.ask("models"))["data"]
+                    sizes = {model["id"]: model.get("max_model_len") for model in found}
+            except Failure as error:
+                told += f": {error.message} {error.__cause__!r:.300}"
+            else:
+                self.model = self.model or next(iter(sizes), "")
+                self.context_tokens = (
+                    self.context_tokens or sizes.get(self.model) or 8192
+                )
+                told += f" is {self.model}"
+                if self.model in sizes:
+                    level = logging.INFO
+                else:
+                    told += f", but must be served there, as are: {[*sizes][:9]}"
+            if told != self.told:
+                start_log.log(level, told)
+                self.told = told
 
     async def discover(self) -> str:
-        """Return the model's name, as set or the endpoint's first."""
-        recent = time.monotonic() - self.asked_at < LOOK_AFTER and not self.answers
-        if not self.model or not (self.context_tokens or recent):
-            try:
-                await self.look()
-            except Failure as failure:
-                if not self.model:
-                    raise
-                if failure.code == REJECTED:  # it has no such route
-                    self.context_tokens = 8192
+        """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
-            raise Failure(UNAVAILABLE, "The endpoint serves no model.")
+            await self.look()
+        if not self.model:
+            raise Failure(UNAVAILABLE, "The endpoint does not say which models it has.")
         return self.model
-
-    async def health(self) -> str:
-        """Return the model's name, or "unreachable", by the last request or by a look."""
-        async with self.looking:
-            if time.monotonic() - self.asked_at > LOOK_AFTER:
-                with suppress(Failure):
-                    await self.look()
-        return self.model if self.model and self.answers else "unreachable"
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, then DONE. Raises Failure.
@@ -910,7 +891,7 @@ class Endpoint:
             given: More of the request, a client's own; sent as it is.
         """
         request |= {"stream": True, "stream_options": {"include_usage": True}}
-        request["model"] = await self.discover()
+        request |= {"model": await self.discover()} | CHAT_EXTRA_BODY
         with self.noted():
             async with asyncio.timeout(UPSTREAM_TIMEOUT):
                 response = await self.send(request, given)
@@ -920,10 +901,11 @@ class Endpoint:
             while piece and chunk is not DONE:
                 with self.noted():
                     piece = await anext(pieces, b"")
-                # Not by a splitter of text: JSON may hold U+2028 and U+0085.
-                *lines, rest = (rest + (piece or b"\n")).split(b"\n")
-                data = (line[5:].strip() for line in lines if line[:5] == b"data:")
-                for chunk in map(event_of, data):
+                    # Not by a splitter of text: JSON may hold U+2028 and U+0085.
+                    *lines, rest = (rest + (piece or b"\n")).split(b"\n")
+                    data = (line[5:].strip() for line in lines if line[:5] == b"data:")
+                    chunks = [*map(event_of, data)]
+                for chunk in chunks:
                     yield chunk
             with suppress(TimeoutError, httpx2.HTTPError):
                 async with asyncio.timeout(0.1):  # read to its end, it is kept
@@ -937,76 +919,57 @@ class Endpoint:
         Raises:
             Failure: The endpoint gave no answer, or refuses the request.
         """
-        request: Json = {
-            "model": MEMORY_MODEL or await self.discover(),
-            "messages": messages,
-        }
-        room = (self.context_tokens or 8192) // 4  # the rest may be the prompt
-        request |= {"temperature": 0, "max_tokens": min(1500, room)}
-        format = {"type": "json_schema", "json_schema": schema}
+        model = MEMORY_MODEL or await self.discover()
+        most = min(1500, (self.context_tokens or 8192) // 4)  # the rest is the prompt's
+        request: Json = {"model": model, "messages": messages}
+        request |= {"temperature": 0, "max_tokens": most}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        switches = "chat_template_kwargs"
+        request |= {n: v for n, v in CHAT_EXTRA_BODY.items() if n == switches}
         with self.noted():
-            reply = as_dict(await self.send(request | {"response_format": format}))
-        choice = as_dict((reply.get("choices") or [{}])[0])
-        if choice.get("finish_reason") == "length":
-            raise Failure(TOO_LONG, "The answer was cut at its length.")
-        return as_dict(choice.get("message")).get("content") or ""
+            response = await self.send(request, {}, 5)  # nobody waits for it
+            choice = json.loads(await response.aread())["choices"][0]
+            if choice.get("finish_reason") == "length":
+                raise Failure(TOO_LONG, "The answer was cut at its length.")
+            return choice["message"].get("content") or ""
 
-    async def send(self, request: Json, given: Json | None = None) -> Any:
+    async def send(
+        self, request: Json, given: Json, patience: float = 1
+    ) -> httpx2.Response:
         """Send a request; where the endpoint's error names a part of it, without that.
 
         What works without a part is asked without it for ten minutes, of everybody. An
         error that names none of the parts is the request's own fault, and teaches
         nothing; nor does one that what a client has given may be the reason of.
         """
-        for part in filter(self.lacks, PARTS):
-            request = without(request, part) or request
-        extra = CHAT_EXTRA_BODY
-        if not request.get("stream"):  # of learning, the template's switches alone
-            extra = {n: v for n, v in extra.items() if n == "chat_template_kwargs"}
-        body = {**request, **(given or {}), **extra}
+        now = time.monotonic()
+        for part in PARTS:
+            if now < self.unsupported.get(part, 0):
+                request = without(request, part)
         try:
-            if request.get("stream"):
-                return await self.post("chat/completions", body)
-            return await self.ask("chat/completions", body, 5)  # nobody waits for it
+            body = request | given
+            return await self.request("chat/completions", body, patience)
         except openai.APIStatusError as error:
-            smaller = ((p, without(request, p)) for p in PARTS if mentions(error, p))
-            part, less = next((pair for pair in smaller if pair[1]), ("", None))
-            if less is None:
+            parts = [part for part in PARTS if without(request, part) != request]
+            parts = [
+                part for part in parts if re.search(PARTS[part], str(error).lower())
+            ]
+            if not parts or upstream_failure(error).code != REJECTED:
                 raise
-        reply = await self.send(less, given)
-        if not given:
-            self.note_unsupported(part)
-        return reply
-
-    def lacks(self, part: str) -> bool:
-        return time.monotonic() < self.unsupported.get(part, 0)
-
-    def note_unsupported(self, part: str) -> None:
-        if not self.lacks(part):
-            log.warning("the endpoint refuses %s: left out for ten minutes", part)
-        self.unsupported[part] = time.monotonic() + 600
-
-
-def status_error(response: httpx2.Response) -> openai.APIStatusError:
-    """Return the error that an answer tells of."""
-    with suppress(ValueError):
-        body = as_dict(as_dict(json.loads(response.text)).get("error"))
-        return openai.APIStatusError(response.text[:8000], response=response, body=body)
-    return openai.APIStatusError(response.text[:8000], response=response, body=None)
+        response = await self.send(without(request, parts[0]), given, patience)
+        if not given and self.unsupported.get(parts[0], 0) < now:
+            log.warning("the endpoint refuses %s: left out for ten minutes", parts[0])
+            self.unsupported[parts[0]] = now + 600
+        return response
 
 
 def event_of(data: bytes) -> Json:
     """Return the JSON of an event, or DONE."""
     if data == b"[DONE]":
         return DONE
-    if not data:
-        return {}
-    try:
-        chunk = json.loads(data.decode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise Failure(UNAVAILABLE, "The model's answer is damaged.") from error
-    if not isinstance(chunk, dict) or chunk.get("error"):
-        raise Failure(UNAVAILABLE, "The model's endpoint failed.")
+    chunk = json.loads(data.decode("utf-8", "replace") or "{}")
+    if chunk.get("error"):
+        raise ValueError(chunk["error"])
     return chunk
 
 
@@ -1021,30 +984,18 @@ PARTS = {  # of a request that an endpoint may not support → how its error nam
 }
 
 
-def mentions(error: BaseException | None, part: str) -> bool:
-    """Tell whether an endpoint refuses a request, and names a part of it."""
-    refused = getattr(error, "status_code", 0) in (400, 422) and not too_long(error)
-    return refused and bool(re.search(PARTS[part], str(error).lower()))
-
-
-def without(request: Json, part: str) -> Json | None:
-    """Return a request without a part; None where it has none or cannot do without."""
-    less = dict(request)
-    if part in ("json_schema", "json_object"):
-        if less.pop("response_format", {}).get("type") != part:
-            return None
+def without(request: Json, part: str) -> Json:
+    """Return a request without a part; unchanged where it cannot do without."""
+    less = {name: value for name, value in request.items() if name != part}
+    if as_dict(less.get("response_format")).get("type") == part:
+        del less["response_format"]
         if part == "json_schema":
             less["response_format"] = {"type": "json_object"}
-    elif less.pop(part, None) in (None, "none"):  # `none` forces no call
-        return None
-    elif part == "tools":
+    if part == "tools":
         less.pop("tool_choice", None)
+    if part == "tool_choice" and request.get(part) == "none":
+        return request  # it forces no call
     return less
-
-
-def too_long(error: BaseException | None) -> bool:
-    said = f"{error} {getattr(error, 'code', '')}".lower()
-    return bool(re.search("context.(length|window)|maximum context|too long", said))
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -1056,21 +1007,26 @@ def first_cause(error: BaseException) -> BaseException:
 
 def upstream_failure(error: Exception) -> Failure:
     """Return what a client is told about an endpoint's failure, of whatever layer."""
-    status = getattr(error, "status_code", 0)
+    status, cause = getattr(error, "status_code", 0), first_cause(error)
+    if status == 408 or isinstance(cause, TimeoutError):
+        return Failure(TIMEOUT, "The model's endpoint took too long.")
+    too_long = "context.(length|window)|maximum context|too long"
+    if status in (400, 413, 422) and re.search(too_long, str(error).lower()):
+        return Failure(TOO_LONG, "The conversation does not fit the context.")
     if isinstance(error, RecursionError):
         return Failure(REJECTED, "The request is nested too deeply.")
-    if isinstance(first_cause(error), TimeoutError) or status == 408:
-        return Failure(TIMEOUT, "The model's endpoint took too long.")
-    if status in (400, 413, 422) and too_long(error):
-        return Failure(TOO_LONG, "The conversation does not fit the context.")
     if 400 <= status < 500 and status != 429:
         check = {401: " Check its key.", 404: " Check its URL and the model's name."}
         said = f"The model's endpoint refused the request ({status})."
         return Failure(REJECTED, said + check.get(status, ""))
-    if isinstance(first_cause(error), OSError):
+    if isinstance(cause, OSError):
         said = "The model's endpoint cannot be reached: check its URL and that it runs."
         return Failure(UNAVAILABLE, said)
     return Failure(UNAVAILABLE, "The model's endpoint is not available.")
+
+
+NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
+NO_EMBEDDINGS = "No embeddings: words alone are searched. Set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
 
 class Service:
@@ -1078,51 +1034,47 @@ class Service:
 
     def __init__(self) -> None:
         own = OPENAI_API_KEY, BASE_URL
-        self.chat_endpoint = None
-        if OPENAI_API_KEY:
-            self.chat_endpoint = Endpoint("CHAT_MODEL", *own, CHAT_MODEL)
-        self.embedder = self.reranker = None
+        known = {"CHAT_MODEL": (*own, CHAT_MODEL)}
         if EMBEDDING_BASE_URL:
-            where = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
-            self.embedder = Endpoint("EMBEDDING_MODEL", *where, EMBEDDING_MODEL)
-        elif EMBEDDING_MODEL and OPENAI_API_KEY:
-            self.embedder = Endpoint("EMBEDDING_MODEL", *own, EMBEDDING_MODEL)
+            own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
+        if EMBEDDING_BASE_URL or EMBEDDING_MODEL:
+            known["EMBEDDING_MODEL"] = (*own, EMBEDDING_MODEL)
         if RERANK_BASE_URL:
-            where = RERANK_API_KEY, RERANK_BASE_URL
-            self.reranker = Endpoint("RERANK_MODEL", *where, RERANK_MODEL)
+            known["RERANK_MODEL"] = RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL
+        self.endpoints = {n: Endpoint(n, *how) for n, how in known.items() if how[0]}
         settings = memory.Settings(
             *(HINT_TOKENS, HINT_K, HISTORY_TURNS, bool(SUMMARIES), MAX_FACTS),
             *(LEARN_CONCURRENCY, EMBEDDING_TIMEOUT, RERANK_TIMEOUT),
             *(EMBEDDING_QUERY_PREFIX, EMBEDDING_DOCUMENT_PREFIX),
         )
-        embed = self.embed if self.embedder else None
-        rerank = self.rerank if self.reranker else None
-        known = self.complete, embed, EMBEDDING_MODEL, rerank, settings
-        self.memory = Memory(DATA_DIR, *known)
+        embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
+        rerank = self.rerank if "RERANK_MODEL" in self.endpoints else None
+        what = self.complete, embed, EMBEDDING_MODEL, rerank, settings
+        self.memory = Memory(DATA_DIR, *what)
         self.running: dict[EventStream, tuple[str, str]] = {}  # user, session
 
     @property
     def chat(self) -> Endpoint:
-        if not self.chat_endpoint:
+        if "CHAT_MODEL" not in self.endpoints:
             raise HTTPException(503, NOT_CONFIGURED)
-        return self.chat_endpoint
-
-    def endpoints(self) -> list[Endpoint]:
-        return [e for e in (self.chat_endpoint, self.embedder, self.reranker) if e]
+        return self.endpoints["CHAT_MODEL"]
 
     async def open(self) -> None:
-        await self.memory.open()
+        """Open the memory and look at the endpoints; log what is used, or what to set."""
         start_log.info("The data is in %s (DATA_DIR).", DATA_DIR)
-        if not self.chat_endpoint:
-            start_log.warning(NOT_CONFIGURED)
-        if not self.embedder:
+        if not API_KEY:
+            said = "everyone who reaches this port can read all memories"
+            start_log.warning("API_KEY is not set: %s.", said)
+        await asyncio.gather(*(e.look() for e in self.endpoints.values()))
+        if "EMBEDDING_MODEL" in self.endpoints:
+            self.memory.use_model(self.endpoints["EMBEDDING_MODEL"].model)
+        else:
             start_log.warning(NO_EMBEDDINGS)
-        looks = (endpoint.introduce() for endpoint in self.endpoints())
-        await asyncio.gather(*looks)
-        known = self.chat_endpoint and self.chat_endpoint.context_tokens
-        self.memory.learner.context_tokens = known or 8192
-        if known and known < 2048:
-            start_log.error("Nothing can be learned in a context of %d tokens.", known)
+        if "CHAT_MODEL" not in self.endpoints:
+            start_log.warning(NOT_CONFIGURED)
+        elif await self.context_tokens() < 2048:
+            start_log.error("Nothing can be learned in a context below 2048 tokens.")
+        await self.memory.open()
 
     async def close(self) -> None:
         """End every turn that still runs, when it is saved, and then all else."""
@@ -1131,49 +1083,46 @@ class Service:
             turn.cancel()
         await asyncio.gather(*turns, return_exceptions=True)
         await self.memory.close()
-        for endpoint in self.endpoints():
-            await endpoint.client.close()
+        for endpoint in self.endpoints.values():
+            await endpoint.http.aclose()
 
-    def begin(
-        self, request: TurnRequest, events: EventStream, user: str
-    ) -> EventStream:
+    def begin(self, asked: TurnRequest, events: EventStream, user: str) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room.
 
-        Args:
-            user: Who asks, also where no memory is read or written; "": not known.
+        `user` is who asks, also where no memory is read or written; "": not known.
         """
-        if not self.chat_endpoint:
-            raise HTTPException(503, NOT_CONFIGURED)
+        assert self.chat  # else 503
         # A place is free when its turn and its response have both ended.
         for other in list(self.running):
             if other.closed and other.task.done():
                 del self.running[other]
         own = [session for name, session in self.running.values() if name == user]
-        full = len(self.running) >= MAX_CONCURRENT_TURNS
-        if user:
-            full = full or len(own) >= max(1, MAX_CONCURRENT_TURNS // 4)
-        if request.session:
-            full = full or own.count(request.session) > MAX_WAITING
-        if full:
+        if (
+            len(self.running) >= MAX_CONCURRENT_TURNS
+            or (user and len(own) >= max(1, MAX_CONCURRENT_TURNS // 4))
+            or (asked.session and own.count(asked.session) > MAX_WAITING)
+        ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        events.task = asyncio.create_task(run_turn(self, request, events))
+        events.task = asyncio.create_task(run_turn(self, asked, events))
         events.task.add_done_callback(events.turn_ended)
-        self.running[events] = user, request.session
+        self.running[events] = user, asked.session
         return events
 
     async def context_tokens(self) -> int:
         """Return the size of the model's context; the memory learns within it too."""
-        with suppress(Failure):  # the next request meets it too
-            await self.chat.discover()
+        if not self.chat.context_tokens:
+            await self.chat.look()
         self.memory.learner.context_tokens = self.chat.context_tokens or 8192
         return self.memory.learner.context_tokens
 
     async def health(self) -> Json:
         """Return what works, and since when what does not; nothing is read from disk."""
-        learner, degraded = self.memory.learner, dict(self.memory.degraded)
-        chat = self.chat_endpoint
-        model = await chat.health() if chat else "not configured"
-        works = chat and model != "unreachable" and not degraded
+        learner, chat = self.memory.learner, self.endpoints.get("CHAT_MODEL")
+        degraded, model = dict(self.memory.degraded), "not configured"
+        if chat:
+            await chat.look()
+            model = chat.model if chat.answers and chat.model else "unreachable"
+        works = chat and model == chat.model and not degraded
         return {
             "status": "ok" if works else "degraded",
             "model": model,
@@ -1194,76 +1143,55 @@ class Service:
             raise
 
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
-        """Return a vector for each text, by one request."""
-        assert self.embedder
-        if not self.embedder.model:
-            self.memory.use_model(await self.embedder.discover())
-        body = {"model": self.embedder.model, "input": texts}
-        body["encoding_format"] = "base64"
-        found = await self.embedder.ask("embeddings", body)
-        rows = sorted(found["data"], key=lambda row: row["index"])
-        return [vector_of(row["embedding"]) for row in rows]
+        embedder = self.endpoints["EMBEDDING_MODEL"]
+        if not embedder.model:
+            self.memory.use_model(await embedder.discover())
+        body = {"model": embedder.model, "input": texts, "encoding_format": "base64"}
+        found = (await embedder.ask("embeddings", body))["data"]
+        return [vector_of(row) for row in sorted(found, key=lambda row: row["index"])]
 
     async def rerank(
         self, query: str, texts: list[str], k: int
     ) -> list[tuple[int, float]]:
-        """Return index and relevance of the k texts that answer a query best, best first.
-
-        By `/rerank` as vLLM, Jina and Cohere have it.
-        """
-        assert self.reranker
-        model = self.reranker.model or await self.reranker.discover()
-        body = {"model": model, "query": query, "documents": texts, "top_n": k}
-        found = await self.reranker.ask("rerank", body)
-        return [(row["index"], row["relevance_score"]) for row in found["results"]]
+        """Ask `/rerank` as vLLM, Jina and Cohere have it."""
+        reranker = self.endpoints["RERANK_MODEL"]
+        body = {"query": query, "documents": texts, "top_n": k}
+        body["model"] = await reranker.discover()
+        found = (await reranker.ask("rerank", body))["results"]
+        return [(row["index"], row["relevance_score"]) for row in found]
 
 
-NOT_CONFIGURED = (
-    "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL for your own."
-)
-NO_EMBEDDINGS = (
-    "No embeddings are configured, the memory is searched by words alone: "
-    "set EMBEDDING_BASE_URL, EMBEDDING_MODEL or both."
-)
-
-
-def vector_of(embedding: str | list[float]) -> np.ndarray:
+def vector_of(row: Json) -> np.ndarray:
     """Return a vector; servers that know no base64 send numbers."""
-    if isinstance(embedding, str):
-        return np.frombuffer(base64.b64decode(embedding), "<f4")
-    return np.array(embedding, "float32")
+    if isinstance(row["embedding"], str):
+        return np.frombuffer(base64.b64decode(row["embedding"]), "<f4")
+    return np.array(row["embedding"], "float32")
 
 
 # --- HTTP ---
 
-
-def is_not_of_a_cut(record: logging.LogRecord) -> bool:
-    """Keep back what uvicorn says when we have cut a client, which is in the log."""
-    return "returned without completing response" not in record.getMessage()
+# Uvicorn would call it an error that a client was cut, which is in the log already.
+CUT = "ASGI callable returned without completing response."
+start_log.addFilter(lambda record: record.msg != CUT)
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    start_log.addFilter(is_not_of_a_cut)
-    if not API_KEY:
-        said = "everyone who reaches this port can read all memories"
-        start_log.warning("API_KEY is not set: %s.", said)
     app.state.service = service = Service()
     await service.open()
     yield
     await service.close()
 
 
-# No documentation pages: they load scripts from elsewhere, and would be open to all.
+# No openapi_url: it would be open to all, as would pages made of it.
 app = FastAPI(
     title="Chat that remembers",
     lifespan=lifespan,
-    max_body_size=MAX_BODY,
+    max_body_size=1 << 20,
     openapi_url=None,
-    docs_url=None,
-    redoc_url=None,
 )
 OPEN = ("/", "/health")  # paths for everybody
+OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 
 
 def require_token(app: ASGIApp) -> ASGIApp:
@@ -1273,18 +1201,18 @@ def require_token(app: ASGIApp) -> ASGIApp:
     """
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["token"] = token = bearer_token(scope)
-            # Whose token it is, if not the key, shows when the route knows the user.
-            formed = is_key(token) or re.fullmatch(rb"[0-9a-f]{64}", token)
-            error = None
-            if API_KEY and not formed and scope["path"] not in OPEN:
-                error = http_error(scope["path"], 401, "A valid token is needed.")
-            if not API_KEY and not is_own_host(scope):
-                error = http_error(scope["path"], 403, STRANGE_HOST)
-            if error:
-                return await error(scope, receive, send)
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        path, answer, headers = scope["path"], app, Headers(scope=scope)
+        scope["token"] = token = bearer_token(headers)
+        # Whose token it is, if not the key, shows when the route knows the user.
+        formed = is_key(token) or re.fullmatch(rb"[0-9a-f]{64}", token)
+        if API_KEY and not formed and path not in OPEN:
+            answer = http_error(path, 401, "A valid token is needed.")
+        if not API_KEY and not is_own_host(headers.getlist("Host")):
+            said = "Not under this host name: set API_KEY, or use an IP address."
+            answer = http_error(path, 403, said)
+        await answer(scope, receive, send)
 
     return check
 
@@ -1292,37 +1220,28 @@ def require_token(app: ASGIApp) -> ASGIApp:
 app.add_middleware(require_token)
 
 
-STRANGE_HOST = (
-    "This host name could be a stranger's: set API_KEY, or use an IP address."
-)
-OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
-
-
-def is_own_host(scope: Scope) -> bool:
-    """Tell whether a request names a host that no stranger can have.
-
-    A web page anywhere may point its own name at 127.0.0.1 and read what answers there
-    (DNS rebinding).
-    """
-    hosts = [value for name, value in scope["headers"] if name == b"host"]
-    if len(hosts) > 1:
-        return False
-    host = hosts[0].decode("latin-1").lower() if hosts else ""
-    host = re.sub(r":\d*$", "", host).removesuffix(".")
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host.strip("[]")))
-    return "." not in host or host.endswith(OWN_DOMAINS)
-
-
-def bearer_token(scope: Scope) -> bytes:
+def bearer_token(headers: Headers) -> bytes:
     """Return a request's token; of two headers, somebody else might read the other."""
-    found = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, token = (found[0] if len(found) == 1 else b"").strip().partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""
+    match [value.split(maxsplit=1) for value in headers.getlist("Authorization")]:
+        case [[scheme, token]] if scheme.lower() == "bearer":
+            return token.encode("latin-1")
+    return b""
 
 
 def is_key(token: bytes) -> bool:
     return hmac.compare_digest(token, API_KEY.encode())
+
+
+def is_own_host(hosts: list[str]) -> bool:
+    """Tell whether a request's Host is one that no stranger can have.
+
+    A web page anywhere may point its own name at 127.0.0.1 and read what answers there
+    (DNS rebinding).
+    """
+    host = re.sub(r":\d*$", "", "".join(hosts).lower()).removesuffix(".")
+    with suppress(ValueError):
+        return len(hosts) < 2 and bool(ipaddress.ip_address(host.strip("[]")))
+    return len(hosts) < 2 and ("." not in host or host.endswith(OWN_DOMAINS))
 
 
 def http_error(path: str, status: int, detail: Any, headers: Any = None) -> Response:
@@ -1331,42 +1250,44 @@ def http_error(path: str, status: int, detail: Any, headers: Any = None) -> Resp
     if path.startswith("/v1/"):
         status = 400 if status == 422 else status
         if isinstance(detail, list):  # of a body that does not fit
-            found = [(".".join(map(str, e["loc"][1:])), e["msg"]) for e in detail]
-            detail = "; ".join(": ".join(filter(None, pair)) for pair in found)
+            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail)
+            detail = "; ".join(told)
         content = openai_error(status, detail)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
     return Response(to_json(content), status, headers, "application/json")
 
 
-@app.exception_handler(RequestValidationError)
-@app.exception_handler(StarletteHTTPException)
-@app.exception_handler(Failure)
-@app.exception_handler(NotFound)
-@app.exception_handler(OSError)
 async def on_error(request: Request, error: Any) -> Response:
-    status, headers = 503, None
-    detail: Any = "The files cannot be read or written."
-    if isinstance(error, RequestValidationError):
-        status = 422
-        detail = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
-        if (
-            "json" not in request.headers.get("content-type", "")
-            and request.method == "POST"
-        ):
-            detail[0]["msg"] = (
-                "Send JSON, with the header Content-Type: application/json"
-            )
-    elif isinstance(error, StarletteHTTPException):
-        # 400 is FastAPI's word for a body that it cannot read.
-        status = 422 if error.status_code == 400 else error.status_code
-        detail, headers = error.detail, error.headers
-    elif isinstance(error, Failure):
-        status, detail = STATUS.get(error.code, 500), error.message
-    elif isinstance(error, NotFound):
-        status, detail = 404, "Not found"
-    else:
-        log.error("the user's files cannot be read or written", exc_info=error)
-    return http_error(request.scope["path"], status, detail, headers)
+    path = request.scope["path"]
+    match error:
+        case RequestValidationError():
+            found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
+            sent = request.headers.get("Content-Type", "")
+            if found[0]["loc"] == ("body",) and "json" not in sent:
+                found[0]["msg"] = (
+                    "Send it with the header Content-Type: application/json"
+                )
+            return http_error(path, 422, found)
+        case StarletteHTTPException(status_code=status):
+            # 400 is FastAPI's word for a body that it cannot read.
+            status = 422 if status == 400 else status
+            return http_error(path, status, error.detail, error.headers)
+        case Failure():
+            return http_error(path, STATUS.get(error.code, 500), error.message)
+        case NotFound():
+            return http_error(path, 404, "Not found")
+    log.error("the user's files cannot be read or written", exc_info=error)
+    return http_error(path, 503, "The files cannot be read or written.")
+
+
+for kind in (
+    RequestValidationError,
+    StarletteHTTPException,
+    Failure,
+    NotFound,
+    OSError,
+):
+    app.add_exception_handler(kind, on_error)
 
 
 # Each route below gets its user, or its right, through one of the next four.
@@ -1375,11 +1296,14 @@ async def on_error(request: Request, error: Any) -> Response:
 def authorize(request: Request, user_id: str) -> None:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
     token = request.scope["token"]
-    if not API_KEY or is_key(token):
-        return
-    own = hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
-    if not (user_id and hmac.compare_digest(token, own.encode())):
-        raise HTTPException(403, "This token is not this user's.")
+    if API_KEY and not is_key(token):
+        own = hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
+        if not (user_id and hmac.compare_digest(token, own.encode())):
+            raise HTTPException(403, "This needs the key, or this user's own token.")
+
+
+async def key_holder(request: Request) -> None:
+    authorize(request, "")
 
 
 async def owner(request: Request, user_id: UserName) -> str:
@@ -1405,17 +1329,19 @@ async def completion_body(
     return body
 
 
-async def key_holder(request: Request) -> None:
-    if API_KEY and not is_key(request.scope["token"]):
-        raise HTTPException(403, "This needs the key.")
+def agreeing_value(request: Request, given: Any, header: str) -> str:
+    """Return what a field of the body or a header says; 400 where two disagree."""
+    found = [value.encode("latin-1") for value in request.headers.getlist(header)]
+    # What is no UTF-8 must not make two names one, as one sign for all of it would.
+    said = [str(given or ""), *(v.decode("utf-8", "backslashreplace") for v in found)]
+    values = {unicodedata.normalize("NFC", value.strip()) for value in said} - {""}
+    if len(values) > 1:
+        raise HTTPException(400, "Two names are given that disagree.")
+    return "".join(values)
 
 
 def service() -> Service:
     return app.state.service
-
-
-def store() -> Memory:
-    return service().memory
 
 
 Owner = Annotated[str, Depends(owner)]
@@ -1464,28 +1390,12 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     if body.user and said[-1] and not off and body.store is not False:
         first = next(filter(None, said))
         turn.user, turn.session = body.user, session_uuid(body.user, session, first)
-    turn.options = dict(body.model_extra or {})
-    if body.tools:
-        turn.options["tools"] = body.tools
-        if body.tool_choice is not None:
-            turn.options["tool_choice"] = body.tool_choice
-    usage = as_dict(body.stream_options).get("include_usage") is True
+    given = {"tools", "tool_choice"} if body.tools else set()
+    turn.options = body.model_dump(include=given, exclude_none=True)
+    turn.options |= body.model_extra or {}
+    usage = (body.stream_options or {}).get("include_usage") is True
     answer = OpenAIStream(service().chat, bool(body.stream), usage)
     return service().begin(turn, answer, body.user or "")
-
-
-def agreeing_value(request: Request, given: Any, header: str) -> str:
-    """Return what a field of the body or a header says; 400 where two disagree."""
-    found = request.headers.getlist(header)
-    # They come as Latin-1, whatever they are. What is no UTF-8 stays that: replaced by
-    # one and the same character, two names would be one user.
-    with suppress(UnicodeDecodeError):
-        found = [value.encode("latin-1").decode() for value in found]
-    stripped = [str(value).strip() for value in [given or "", *found]]
-    values = {unicodedata.normalize("NFC", value) for value in stripped if value}
-    if len(values) > 1:
-        raise HTTPException(400, "Two names are given that disagree.")
-    return values.pop() if values else ""
 
 
 def session_uuid(user: str, named: str, first: str) -> str:
@@ -1504,54 +1414,56 @@ async def models() -> Json:
 
 @app.get("/users/{user_id}/memories")
 async def list_memories(user: Owner, query: Text = None, k: Count = 20) -> Json:
-    return {"memories": await store().facts(user, query, k)}
+    return {"memories": await service().memory.facts(user, query, k)}
 
 
 @app.get("/users/{user_id}/memories/{id}/history")
 async def memory_history(user: Owner, id: str) -> Json:
-    return {"history": await store().history(user, id)}
+    return {"history": await service().memory.history(user, id)}
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
 async def delete_memory(user: Owner, id: str) -> None:
-    await store().user_data(user, memory.delete_facts, id)
+    await service().memory.user_data(user, memory.delete_facts, id)
 
 
 @app.delete("/users/{user_id}/memories", status_code=204)
 async def delete_memories(user: Owner) -> None:
-    await store().user_data(user, memory.delete_facts)
+    await service().memory.user_data(user, memory.delete_facts)
 
 
 @app.get("/users/{user_id}/sessions")
 async def list_sessions(user: Owner) -> Json:
     try:
-        return {"sessions": await store().user_data(user, memory.list_sessions)}
+        return {
+            "sessions": await service().memory.user_data(user, memory.list_sessions)
+        }
     except NotFound:
         return {"sessions": []}
 
 
 @app.get("/users/{user_id}/sessions/{session_id}")
 async def read_session(user: Owner, session_id: UUID) -> Json:
-    found = await store().user_data(user, memory.read_session, str(session_id))
+    found = await service().memory.user_data(user, memory.read_session, str(session_id))
     return {"session_id": session_id, "summary": found[0], "turns": found[1]}
 
 
 @app.delete("/users/{user_id}/sessions/{session_id}", status_code=204)
 async def delete_session(user: Owner, session_id: UUID) -> None:
-    await store().user_data(user, memory.delete_session, str(session_id))
+    await service().memory.user_data(user, memory.delete_session, str(session_id))
 
 
 @app.delete("/users/{user_id}", status_code=204)
 async def delete_user(user: Owner) -> None:
-    await store().user_data(user, memory.delete_user)
+    await service().memory.user_data(user, memory.delete_user)
 
 
 def check_routes(routes: list[Any]) -> None:
     """Raise RuntimeError for a route that anybody with any token could use."""
     checks = {owner, chat_body, completion_body, key_holder}
     for route in routes:
-        asked = getattr(getattr(route, "dependant", None), "dependencies", [])
-        if route.path not in OPEN and not checks & {known.call for known in asked}:
+        asked = {known.call for known in route.dependant.dependencies}
+        if route.path not in OPEN and not checks & asked:
             raise RuntimeError(f"{route.path} does not check whose token it is")
 
 
