@@ -436,8 +436,9 @@ class Locks:
 # --- Search ---
 
 faiss.omp_set_num_threads(1)  # waking threads took 3-7 ms, one short query takes 0.1
-KEYWORD = 3.0  # sigmas that a word held by one entry alone is worth
-GATE, FLOOR = 0.8, 0.45  # of the chance maximum, for the best entry and the others
+RARE = 3.0  # sigmas that a word held by one entry alone is worth, in a plain ranking
+ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
+GATE, FLOOR = 0.58, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
 STOP_WORDS = """
 a about am an and any are as at be been being but by can could d did do does doing for from
@@ -477,15 +478,15 @@ def spaced(text: str) -> str:
     return UNSPACED.sub(r" \g<0> ", folded(text))
 
 
-def match_any(query: str) -> str:
-    """Return the FTS5 expression: the query's words less stop words, quoted, joined by OR."""
+def query_terms(query: str) -> list[str]:
+    """Return the query's words less stop words (at most 64), quoted for FTS5."""
     found = WORD.findall(folded(query))
     terms = []
     for word in [word for word in found if word not in STOP] or found:
         pairs = range(max(1, len(word) - 1))
         terms += [word[n : n + 2] for n in pairs] if UNSPACED.match(word) else [word]
     terms = list(dict.fromkeys(terms))
-    return " OR ".join(f'"{spaced(term)}"' for term in terms[:32] + terms[32:][-32:])
+    return [f'"{spaced(term)}"' for term in terms[:32] + terms[32:][-32:]]
 
 
 class Index:
@@ -493,11 +494,19 @@ class Index:
 
     Both sides are put on one scale, the evidence that an entry bears on a query:
 
-        evidence = (dense - its mean) / sigma + KEYWORD * bm25 / idf(one)
+        meaning = (dense - its mean) / sigma
+        plain ranking: evidence = meaning + RARE * bm25 / idf(one)
+        with the cut: evidence = meaning + ALL * share ** 2
 
-    `sigma` is how far the cosines of the user's own entries lie apart, `idf(one)` is what
-    BM25 gives for a word that one entry alone holds: neither the order nor the cut
-    depends on how an embedding model scales its cosines. Figures: README, `.bench/`.
+    `sigma` is how far the cosines of the user's own entries lie apart, so nothing depends
+    on how an embedding model scales them. `idf(one)` is what BM25 gives for a word that
+    one entry alone holds, `share` is how many of the query's words an entry holds. It is
+    squared, as one word of many says little beside the meaning; without vectors it
+    is not.
+
+    With m = sqrt(2 ln n), what the best of n entries reaches by chance, the cut leaves
+    nothing unless the best has GATE m, then what has FLOOR m and is at most m behind the
+    best. Figures, and how they were got: README, `.bench/recall.py`.
 
     Args:
         vectors: Of each entry, normalised; None: it is found by words alone.
@@ -523,36 +532,43 @@ class Index:
     def search(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> list[tuple[float, Entry]]:
-        """Return at most k entries that bear on a query, best first, each with its score.
+        """Return at most k entries that bear on a query, best first.
 
-        With m = sqrt(2 ln n), what the best of n entries reaches by chance, a score is
-        evidence / (evidence + m), 0 to 1. The cut: nothing unless the best entry has
-        evidence 0.8 m, then whatever has 0.45 m.
+        Each comes with its score, evidence / (evidence + m), 0 to 1.
 
         Args:
             vector: The query's, normalised; None: keywords alone.
-            cut: False for a plain ranking.
+            cut: False for a plain ranking, as past turns want it.
         """
         found = self.by_meaning(vector)
-        for place, score in self.by_words(query).items():
-            found[place] = found.get(place, 0.0) + KEYWORD * score
+        power = 2 if found else 1
+        terms = query_terms(query)
+        words = self.by_share(terms, power) if cut else self.by_bm25(terms)
+        for place, score in words.items():
+            found[place] = found.get(place, 0.0) + score
         chance = math.sqrt(2 * math.log(max(2, len(self.entries))))
         best = heapq.nlargest(k, found.items(), key=lambda item: item[1])
         if cut and len(self.entries) >= FEW and best:
-            least = FLOOR * chance if best[0][1] >= GATE * chance else math.inf
+            top = best[0][1]
+            least = max(FLOOR * chance, top - chance)
+            if top < GATE * chance:
+                least = math.inf
             best = [(place, score) for place, score in best if score >= least]
         found = {place: max(0.0, score) for place, score in best}
         return [(s / (s + chance), self.entries[place]) for place, s in found.items()]
 
-    def by_words(self, query: str) -> dict[int, float]:
-        """Return BM25 by place, in words that one entry alone holds."""
-        if not (match := match_any(query)):
-            return {}
+    def by_share(self, terms: list[str], power: int) -> dict[int, float]:
+        select = "SELECT rowid - 1 FROM entries WHERE entries MATCH ?"
+        found = (self.words.execute(select, [term]) for term in terms)
+        held = Counter(place for rows in found for (place,) in rows)
+        return {p: ALL * (n / len(terms)) ** power for p, n in held.items()}
+
+    def by_bm25(self, terms: list[str]) -> dict[int, float]:
         # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
         one = max(1e-6, math.log(max(1.0, (len(self.entries) - 0.5) / 1.5)))
-        score = f"-bm25(entries, 1.0, 0.5, 0.3, 1.0) / {one}"
+        score = f"{-RARE / one} * bm25(entries, 1.0, 0.5, 0.3, 1.0)"
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
-        return dict(self.words.execute(select, [match]))
+        return dict(self.words.execute(select, [" OR ".join(terms)])) if terms else {}
 
     def by_meaning(self, query: np.ndarray | None) -> dict[int, float]:
         """Return by place how far each entry's cosine is above the mean, in sigmas."""
@@ -567,16 +583,13 @@ class Index:
 
 def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     """Return how far the cosines of vectors, a row each, lie apart (0: too few), and their mean."""
-    sample = vectors[:: len(vectors) // 200 + 1]
+    # By their first number: the same whatever the order.
+    sample = vectors[vectors[:, 0].argsort()][:: len(vectors) // 150 + 1]
     mean = sample.mean(axis=0)
-    if len(sample) < 3:
-        return 0.0, mean
-    shifted = sample - mean / 2
-    # Each beside 8 that are far from it: neighbours were said together. No matrix
-    # product, which wakes threads.
-    steps = sorted({max(1, len(sample) * n // 9) for n in range(1, 9)})
-    cosines = [np.einsum("ij,ij->i", sample, np.roll(shifted, n, 0)) for n in steps]
-    return float(np.concatenate(cosines).std()), mean
+    # Not a matrix product, which wakes threads.
+    cosines = np.einsum("id,jd->ij", sample, sample - mean / 2)
+    others = cosines[~np.eye(len(sample), dtype=bool)]
+    return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
 def session_bits(session_id: str) -> int:
@@ -964,7 +977,7 @@ class User:
         said = ((s, self.files.turns_after(s, 0)) for s in self.files.sessions())
         entries = [e for s, turns in said for e in message_entries(s, turns)]
         self.unembedded = [e for e in entries if self.past.get(e) is None]
-        found = self.past.index(entries).search(query, vector, 4 * k)
+        found = self.past.index(entries).search(query, vector, 4 * k, cut=False)
         results = []
         for key in list(dict.fromkeys(entry.key for _, entry in found))[:k]:
             session_id, _, number = key.partition("/")
