@@ -438,7 +438,7 @@ class Locks:
 faiss.omp_set_num_threads(1)  # waking threads took 3-7 ms, one short query takes 0.1
 RARE = 3.0  # sigmas that a word held by one entry alone is worth, in a plain ranking
 ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
-GATE, FLOOR = 0.58, 0.3  # of the chance maximum, for the best entry and the others
+GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
 STOP_WORDS = """
 a about am an and any are as at be been being but by can could d did do does doing for from
@@ -492,21 +492,20 @@ def query_terms(query: str) -> list[str]:
 class Index:
     """Hybrid search over entries: FAISS for meaning, FTS5 for words. Built whole, never changed.
 
-    Both sides are put on one scale, the evidence that an entry bears on a query:
+    Both sides are put on one scale, the evidence that an entry bears on a query, with
+    m = sqrt(2 ln n), what the best of n entries reaches by chance:
 
         meaning = (dense - its mean) / sigma
-        plain ranking: evidence = meaning + RARE * bm25 / idf(one)
-        with the cut: evidence = meaning + ALL * share ** 2
+        plain:    evidence = meaning + RARE * bm25 / idf(one)
+        cut:      evidence = min(m, meaning) + ALL * share ** 2
 
     `sigma` is how far the cosines of the user's own entries lie apart, so nothing depends
     on how an embedding model scales them. `idf(one)` is what BM25 gives for a word that
-    one entry alone holds, `share` is how many of the query's words an entry holds. It is
-    squared, as one word of many says little beside the meaning; without vectors it
-    is not.
+    one entry alone holds, `share` how many of the query's words an entry holds: squared,
+    as one word of many says little beside the meaning (without vectors it is not).
 
-    With m = sqrt(2 ln n), what the best of n entries reaches by chance, the cut leaves
-    nothing unless the best has GATE m, then what has FLOOR m and is at most m behind the
-    best. Figures, and how they were got: README, `.bench/recall.py`.
+    The cut leaves nothing unless the best has GATE m, then what has FLOOR m and is at
+    most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
 
     Args:
         vectors: Of each entry, normalised; None: it is found by words alone.
@@ -540,22 +539,23 @@ class Index:
             vector: The query's, normalised; None: keywords alone.
             cut: False for a plain ranking, as past turns want it.
         """
-        found = self.by_meaning(vector)
-        power = 2 if found else 1
-        terms = query_terms(query)
-        words = self.by_share(terms, power) if cut else self.by_bm25(terms)
-        for place, score in words.items():
-            found[place] = found.get(place, 0.0) + score
         chance = math.sqrt(2 * math.log(max(2, len(self.entries))))
-        best = heapq.nlargest(k, found.items(), key=lambda item: item[1])
+        meaning, terms = self.by_meaning(vector), query_terms(query)
+        power, most = 2 if meaning else 1, chance if cut else math.inf
+        words = self.by_share(terms, power) if cut else self.by_bm25(terms)
+        found = {
+            place: min(most, meaning.get(place, 0.0)) + words.get(place, 0.0)
+            for place in meaning | words
+        }
+        key = lambda place: (found[place], meaning.get(place, 0.0))
+        best = heapq.nlargest(k, found, key=key)
         if cut and len(self.entries) >= FEW and best:
-            top = best[0][1]
+            top = found[best[0]]
             least = max(FLOOR * chance, top - chance)
-            if top < GATE * chance:
-                least = math.inf
-            best = [(place, score) for place, score in best if score >= least]
-        found = {place: max(0.0, score) for place, score in best}
-        return [(s / (s + chance), self.entries[place]) for place, s in found.items()]
+            best = [p for p in best if found[p] >= least and top >= GATE * chance]
+        scores = [max(0.0, found[place]) for place in best]
+        ranked = zip(scores, best, strict=True)
+        return [(s / (s + chance), self.entries[place]) for s, place in ranked]
 
     def by_share(self, terms: list[str], power: int) -> dict[int, float]:
         select = "SELECT rowid - 1 FROM entries WHERE entries MATCH ?"
@@ -2431,7 +2431,8 @@ class Turn:
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, when the user asks for it; several that fit are listed: ask which one."""
-        found, _ = await self.memory.search(self.user, query, 5)
+        # By words alone: nothing goes for a likeness of vectors.
+        found = await self.user.run(self.user.search_facts, query, None, 5)
         facts, asked = [fact for _, fact in found], {*content_words(query)} - STOP
         exact = [f for f in facts if asked and asked <= {*content_words(f["text"])}]
         facts = exact if len(exact) == 1 else facts
