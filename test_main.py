@@ -3137,6 +3137,36 @@ def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
         assert set(PLACES) <= set(texts) and len(texts) == len(set(texts))
 
 
+LONG = "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range(50)))
+
+
+@pytest.mark.parametrize("means", [None, 5], ids=["unknown", "known"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "Which part of Kenya did I see?",
+        "Sort those visited: Lisbon, without loops",
+        LONG,
+    ],
+    ids=["a paraphrase", "a stray word", "a long message"],
+)
+def test_what_is_meant_passes_the_cut_and_stray_words_do_not(query, means):
+    import memory
+
+    # Facts that mean different things, and a last direction that none of them has.
+    vectors = np.random.default_rng(1).standard_normal((12, 16)).astype("<f4")
+    vectors /= np.linalg.norm(vectors, axis=1)[:, None]
+    vectors = np.pad(vectors, [(0, 0), (0, 1)])
+    vector = np.eye(17, dtype="<f4")[16] if means is None else vectors[means]
+    found = []
+    for order in (1, -1):
+        entries = [memory.Entry("", text, text, "", "", "") for text in PLACES[::order]]
+        index = memory.Index(entries, [*vectors[::order]])
+        found.append([entry.key for _, entry in index.search(query, vector, 8)])
+    assert found[0] == found[1] and len(found[0]) <= 3
+    assert found[0][:1] == ([] if means is None else [PLACES[means]])
+
+
 # --- Memory: the model's tools, the session, the user's own data ---
 
 
