@@ -3791,12 +3791,11 @@ def sse(text):
 
 def call_piece(index, id, name, arguments=None):
     """Return a piece of a call from its words."""
-    function = {"name": name, "arguments": arguments and arguments.replace('""', "")}
-    given = {"index": int(index) if index.isdigit() else "-", "id": id}
-    given = {key: value for key, value in given.items() if value != "-"}
-    return given | {
-        "function": {k: v for k, v in function.items() if v not in ("-", None)}
-    }
+    function = {} if name == "-" else {"name": name}
+    if arguments is not None:
+        function["arguments"] = arguments.replace('""', "")
+    piece = {"function": function} if id == "-" else {"id": id, "function": function}
+    return piece if index == "-" else piece | {"index": int(index)}
 
 
 def event(type, round=1, **fields):
@@ -3922,14 +3921,10 @@ tool_calls
 [DONE]""",
         ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW)),
     ),
-    "openai refusal field": (
-        '{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop',
-        said("I cannot."),
-    ),
-    "text before calls": (
-        '"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls',
-        ran(("call_X1", *SUM), text=["Let me ", "see."]),
-    ),
+    "openai refusal field": ('{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop',
+        said("I cannot.")),
+    "text before calls": ('"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls',
+        ran(("call_X1", *SUM), text=["Let me ", "see."])),
     "nothing at all": ("stop\n[DONE]", said()),
     # vLLM
     "vllm hermes": (
@@ -3959,26 +3954,17 @@ tool_calls""",
 {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}""",
         ran(("tool-aa", *SUM)),
     ),
-    "vllm llama3_json without a parser": written(
-        '<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'
-    ),
+    "vllm llama3_json without a parser":
+        written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
-    "mistral content as parts": (
-        '{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop',
-        said("Hel", "lo."),
-    ),
-    "vllm xlam leaks the fence and the start of the JSON": (
-        '"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls',
-        ran(("aa", *SUM), text=["```", '[{"name": "calc']),
-    ),
-    "vllm named tool choice ends in stop": (
-        '+ 0 aa calculate {"expression":\n+ 0 - calculate "2+3"}\nstop',
-        ran(("aa", *SUM)),
-    ),
-    "vllm interval over 1: head and arguments together, calls interleaved": (
-        '+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls',
-        ran(("aa", *SUM), ("bb", *MILES)),
-    ),
+    "mistral content as parts": ('{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop',
+        said("Hel", "lo.")),
+    "vllm xlam leaks the fence and the start of the JSON": ('"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls',
+        ran(("aa", *SUM), text=["```", '[{"name": "calc'])),
+    "vllm named tool choice ends in stop": ('+ 0 aa calculate {"expression":\n+ 0 - calculate "2+3"}\nstop',
+        ran(("aa", *SUM))),
+    "vllm interval over 1: head and arguments together, calls interleaved": ('+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls',
+        ran(("aa", *SUM), ("bb", *MILES))),
     # Ollama, llama.cpp
     "ollama several calls, all with index 0, beside content": (
         """
@@ -3988,10 +3974,8 @@ tool_calls""",
 stop""",
         ran(("aa", *SUM), ("bb", *PRODUCT), ("cc", *NOW)),
     ),
-    "ollama several calls in one chunk, without ids": (
-        '+ 0 - calculate {"expression":"2+3"} & 0 - calculate {"expression":"7*6"}\nstop',
-        ran(("new0", *SUM), ("new1", *PRODUCT)),
-    ),
+    "ollama several calls in one chunk, without ids": ('+ 0 - calculate {"expression":"2+3"} & 0 - calculate {"expression":"7*6"}\nstop',
+        ran(("new0", *SUM), ("new1", *PRODUCT))),
     "llama.cpp": (
         """
 {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}],"created":1,"id":"chatcmpl-1","model":"m","system_fingerprint":"b1-x","object":"chat.completion.chunk"}
@@ -4010,41 +3994,23 @@ stop""",
 stop""",
         said("Five.", thought=["Two and ", "three."]),
     ),
-    "vllm reasoning field, then a call": (
-        '{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls',
-        ran(("aa", *SUM), thought=["Hm."]),
-    ),
-    "both reasoning fields say the same": (
-        '{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop',
-        said("Yes.", thought=["Hm."]),
-    ),
-    "think tags in the content": (
-        contents("<think>\nHm.", "</think>\n\nYes."),
-        said("Yes.", thought=["\nHm."]),
-    ),
-    "think tags split over chunks": (
-        contents("<", "thi", "nk>", "Hm <", " 3.</th", "ink", ">", "\n\n", "Yes."),
-        said("Yes.", thought=["Hm ", "< 3."]),
-    ),
-    "think tag never closed": (
-        '"<think>Hm, "\n"and </thi"\nlength',
-        said(finish_reason="length", thought=["Hm, ", "and ", "</thi"]),
-    ),
-    "think tags, then a call as text": (
-        contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"),
-        ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."]),
-    ),
-    "what only begins like a think tag": (
-        contents("<th", "ree> is no tag"),
-        said("<three> is no tag"),
-    ),
-    "a think tag later in the answer is text": told_as_it_is(
-        "See ", "<think>x</think>."
-    ),
+    "vllm reasoning field, then a call": ('{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls',
+        ran(("aa", *SUM), thought=["Hm."])),
+    "both reasoning fields say the same": ('{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop',
+        said("Yes.", thought=["Hm."])),
+    "think tags in the content": (contents("<think>\nHm.", "</think>\n\nYes."),
+        said("Yes.", thought=["\nHm."])),
+    "think tags split over chunks": (contents("<", "thi", "nk>", "Hm <", " 3.</th", "ink", ">", "\n\n", "Yes."),
+        said("Yes.", thought=["Hm ", "< 3."])),
+    "think tag never closed": ('"<think>Hm, "\n"and </thi"\nlength',
+        said(finish_reason="length", thought=["Hm, ", "and ", "</thi"])),
+    "think tags, then a call as text": (contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"),
+        ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."])),
+    "what only begins like a think tag": (contents("<th", "ree> is no tag"),
+        said("<three> is no tag")),
+    "a think tag later in the answer is text": told_as_it_is("See ", "<think>x</think>."),
     # Calls as text
-    "tool_call tags": written(
-        "<tool", f"_call>\n{CALL[:9]}", f"{CALL[9:]}\n</tool_call>"
-    ),
+    "tool_call tags": written("<tool", f"_call>\n{CALL[:9]}", f"{CALL[9:]}\n</tool_call>"),
     "several tool_call tags": written(
         f"<tool_call>{CALL}</tool_call>\n",
         f"<tool_call>{CLOCK}</tool_call>",
@@ -4052,88 +4018,55 @@ stop""",
     ),
     "fenced JSON": written(f"```json\n{CALL[:9]}", f"{CALL[9:]}\n```"),
     "bare JSON object": written(CALL),
-    "two fenced lists after one another": written(
-        f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH
-    ),
+    "two fenced lists after one another":
+        written(f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH),
     "an unknown tool in JSON is an answer": told_as_it_is('[{"name": "gree', 'ting"}]'),
-    "a known tool beside an unknown one is an answer": told_as_it_is(
-        CALL, CALL.replace("calculate", "greet")
-    ),
-    "JSON about something of a tool's name is an answer": told_as_it_is(
-        '{"name": "calculate", "price": 3}'
-    ),
+    "a known tool beside an unknown one is an answer":
+        told_as_it_is(CALL, CALL.replace("calculate", "greet")),
+    "JSON about something of a tool's name is an answer":
+        told_as_it_is('{"name": "calculate", "price": 3}'),
     "other JSON is an answer": told_as_it_is("{", '"answer"', ": 42}"),
     "fenced code is an answer": told_as_it_is("```", "python", "\nprint(1)\n```"),
-    "a call that is only mentioned is an answer": told_as_it_is(
-        "Write ", f"<tool_call>{CALL}</tool_call>"
-    ),
+    "a call that is only mentioned is an answer":
+        told_as_it_is("Write ", f"<tool_call>{CALL}</tool_call>"),
     "a call with words after it is an answer": told_as_it_is(CALL, " is how."),
     # Pieces of calls
-    "pieces without index": (
-        '+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop',
-        ran(("aa", *SUM), ("bb", *NOW)),
-    ),
-    "pieces without id": (
-        '+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop',
-        ran(*BOTH),
-    ),
-    "pieces with neither": (
-        '+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop',
-        ran(("new0", *SUM), ("new1", *PRODUCT)),
-    ),
-    "name repeated in each piece": (
-        '+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop',
-        ran(("aa", *SUM)),
-    ),
-    "name repeated without id, up to an empty last piece": (
-        '+ 0 - calculate {"expression":\n+ 0 - calculate "2+3"}\n+ 0 - calculate ""\nstop',
-        ran(("new0", *SUM)),
-    ),
-    "another id in each piece": (
-        '+ 0 aa calculate ""\n+ 0 ab - {"expression":\n+ 0 ac - "2+3"}\nstop',
-        ran(("aa", *SUM)),
-    ),
-    "a piece without a name is no call": (
-        '{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n+ 1 bb current_time {}\nstop',
-        ran(("bb", *NOW)),
-    ),
-    "arguments as objects": (
-        '{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
-        ran(("aa", *SUM), ("bb", *NOW)),
-    ),
+    "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop',
+        ran(("aa", *SUM), ("bb", *NOW))),
+    "pieces without id": ('+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop',
+        ran(*BOTH)),
+    "pieces with neither": ('+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop',
+        ran(("new0", *SUM), ("new1", *PRODUCT))),
+    "name repeated in each piece": ('+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop',
+        ran(("aa", *SUM))),
+    "name repeated without id, up to an empty last piece": ('+ 0 - calculate {"expression":\n+ 0 - calculate "2+3"}\n+ 0 - calculate ""\nstop',
+        ran(("new0", *SUM))),
+    "another id in each piece": ('+ 0 aa calculate ""\n+ 0 ab - {"expression":\n+ 0 ac - "2+3"}\nstop',
+        ran(("aa", *SUM))),
+    "a piece without a name is no call": ('{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n+ 1 bb current_time {}\nstop',
+        ran(("bb", *NOW))),
+    "arguments as objects": ('{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
+        ran(("aa", *SUM), ("bb", *NOW))),
     "arguments empty, or null": (
         '+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop',
         ran(
             ("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW)
         ),
     ),
-    "arguments missing, or said to be null": (
-        "+ 0 aa current_time\n+ 1 bb current_time null\nstop",
-        ran(("aa", *NOW), ("bb", *NOW)),
-    ),
-    "arguments broken, or a list": (
-        '+ 0 aa calculate {"expression": 2+3}\n+ 1 bb calculate ["2+3"]\n+ 2 cc current_time {}\nstop',
-        ran(("aa", *MISUSED), ("bb", *MISUSED), ("cc", *NOW)),
-    ),
-    "arguments no JSON number, or cut and said to be complete": (
-        '+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop',
-        ran(("aa", *MISUSED), ("bb", *MISUSED)),
-    ),
-    "an invented tool": (
-        "+ 0 aa greeting {}\ntool_calls\n[DONE]",
-        ran(("aa", "greeting", {}, (False, "ERROR there is no tool"))),
-    ),
+    "arguments missing, or said to be null": ("+ 0 aa current_time\n+ 1 bb current_time null\nstop",
+        ran(("aa", *NOW), ("bb", *NOW))),
+    "arguments broken, or a list": ('+ 0 aa calculate {"expression": 2+3}\n+ 1 bb calculate ["2+3"]\n+ 2 cc current_time {}\nstop',
+        ran(("aa", *MISUSED), ("bb", *MISUSED), ("cc", *NOW))),
+    "arguments no JSON number, or cut and said to be complete": ('+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop',
+        ran(("aa", *MISUSED), ("bb", *MISUSED))),
+    "an invented tool": ("+ 0 aa greeting {}\ntool_calls\n[DONE]",
+        ran(("aa", "greeting", {}, (False, "ERROR there is no tool")))),
     # The end
     "tool_calls without calls": ('"Hi."\ntool_calls\n[DONE]', said("Hi.")),
-    "tool_calls with an empty list": (
-        '{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
-        said("Hi."),
-    ),
+    "tool_calls with an empty list": ('{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
+        said("Hi.")),
     "no finish_reason, but [DONE]": ('"Hi."\n[DONE]', said("Hi.")),
-    "no finish_reason, a call and [DONE]": (
-        "+ 0 aa current_time {}\n[DONE]",
-        ran(("aa", *NOW)),
-    ),
+    "no finish_reason, a call and [DONE]": ("+ 0 aa current_time {}\n[DONE]", ran(("aa", *NOW))),
     "finish_reason, but no [DONE]": ('"Hi."\nstop', said("Hi.")),
     "neither": ('"Hi."', broke("Hi.")),
     "answer cut by length": ('"Hi"\nlength', said("Hi", finish_reason="length")),
@@ -4148,39 +4081,29 @@ stop
     ),
     # The lines
     "CRLF": (sse('"Hi."\nstop\n[DONE]').replace(b"\n", b"\r\n"), said("Hi.")),
-    "comments, other fields, data: without a space": (
-        '~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]',
-        said("Hi."),
-    ),
-    "blank lines missing between events": (
-        sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"),
-        said("Hel", "lo"),
-    ),
+    "comments, other fields, data: without a space": ('~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]',
+        said("Hi.")),
+    "blank lines missing between events": (sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"),
+        said("Hel", "lo")),
     "no line end at the end": (sse('"Hi."\nstop\n[DONE]').rstrip(), said("Hi.")),
     "an event that is no object": ('"Hi"\n~data: 5\n~\nstop\n[DONE]', broke("Hi")),
     "events without data": ('~data:\n~\n~event: ping\n~\n"Hi."\nstop', said("Hi.")),
-    "nulls and strings where objects belong": (
-        '{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n{"tool_calls":[{"function":"x"}]}\n{"content":5}\n"Hi."\nstop',
-        said("Hi."),
-    ),
-    "error object mid-stream": (
-        '"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
-        broke("Hi"),
-    ),
+    "nulls and strings where objects belong": ('{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n{"tool_calls":[{"function":"x"}]}\n{"content":5}\n"Hi."\nstop',
+        said("Hi.")),
+    "error object mid-stream": ('"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
+        broke("Hi")),
     "truncated JSON line": ('"Hi"\n~data: {"choices":[{"del\n~\nstop', broke("Hi")),
     "truncated JSON at the end": ('"Hi"\n~data: {"choices":[{"del', broke("Hi")),
     # The text
-    "emoji, CJK and line separators": (
-        sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()),
-        said("😀 ", "你好\u2028\u0085"),
-    ),
+    "emoji, CJK and line separators": (sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()),
+        said("😀 ", "你好\u2028\u0085")),
     "escaped pairs": ('"\\ud83d\\ude00!"\nstop\n[DONE]', said("😀!")),
     "lone surrogates": ('"a \\ud83d b"\nstop\n[DONE]', said("a ? b")),
     "bytes that are no UTF-8": (
         sse('"a @ b"\nstop\n[DONE]').replace(b"@", b"\xff"),
         said("a \ufffd b"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream, expected", STREAMS.values(), ids=STREAMS.keys())
@@ -4302,9 +4225,8 @@ def test_a_plain_answers_first_token_does_not_wait_for_the_second(shared, picky,
 
 
 def test_thinking_does_not_wait_for_its_end(shared, picky):
-    events = as_they_come(
-        shared, [chunk({"content": "<think>Hm, "}), WAIT, *says("ah.</think>Yes.")]
-    )
+    reply = [chunk({"content": "<think>Hm, "}), WAIT, *says("ah.</think>Yes.")]
+    events = as_they_come(shared, reply)
     assert next(e for e in events if e["type"] == "thinking")["text"] == "Hm, "
     picky.gate.set()
     assert answer(list(events)) == "Yes."
@@ -4474,9 +4396,7 @@ def test_a_task_is_planned_and_planned_anew(shared, picky, rounds, plans, result
     assert [(e["round"], e["steps"]) for e in of(events, "plan")] == plans
     ended, made = of(events, "tool_result"), of(events, "tool_call")
     assert [(e["round"], e["name"], e["ok"]) for e in ended] == results
-    assert [(e["round"], e["id"]) for e in made] == [
-        (e["round"], e["id"]) for e in ended
-    ]
+    assert [e["id"] for e in made] == [e["id"] for e in ended]
     assert events[0] == event("plan", steps=plans[0][1])
     last = "".join(e["text"] for e in of(events, "token") if e["round"] == len(rounds))
     assert answer(events) == last and events[-1]["finish_reason"] == "stop"
@@ -4773,7 +4693,7 @@ def test_what_could_not_be_written_is_not_kept(tmp_path, monkeypatch):
                 patch.setattr(memory, "replace_file", full)
                 with pytest.raises(OSError):
                     await service.change(
-                        user, lambda state, _: state.facts.update(a_fact("No."))
+                        user, lambda s, _: s.facts.update(a_fact("No"))
                     )
                 with pytest.raises(OSError):
                     await user.run(user.files.summarize, A, turns[1:2], "second")
@@ -4804,17 +4724,14 @@ def child(coroutine_of, *arguments):
 
 def rows_in(folder, user, session):
     """Return a transcript's turns: numbered without a gap, and the same where they stand twice."""
-    paths = sorted(
-        folder.glob(f"{user}/{session}*.json"), key=lambda p: (len(p.name), p.name)
-    )
-    paths = paths[1:] + paths[:1] if paths and paths[0].stem == session else paths
-    rows = {}
-    for path in paths:
+    newest, rows = folder / user / f"{session}.json", {}
+    paths = folder.glob(f"{user}/{session}.*.json")
+    paths = sorted(paths, key=lambda path: int(path.name.split(".")[1]))
+    for path in paths + [newest] * newest.exists():
         for row in json.loads(path.read_bytes()).get("turns", {}).values():
             assert rows.setdefault(row["turn"], row) == row, path
-    assert list(rows) == list(
-        range(min(rows, default=1), min(rows, default=1) + len(rows))
-    )
+    first = min(rows, default=1)
+    assert list(rows) == list(range(first, first + len(rows)))
     return list(rows.values())
 
 
@@ -5015,11 +4932,8 @@ def damaged(content, how, place, byte):
     if how == "other":
         return [b"", b"null", b"[]", b"{}", b'{"turns":{"1":null}}', b'{"turns":["1"]}', b"\xff" * 9, b"[" * 99_999][byte % 8]  # fmt: skip
     place = max(0, min(place, len(content) - 1))
-    if not content:
-        return bytes([byte])
-    return (
-        content[:place] + bytes([content[place] ^ (byte or 1)]) + content[place + 1 :]
-    )
+    flipped = [content[place] ^ (byte or 1)] if content else [byte]
+    return content[:place] + bytes(flipped) + content[place + 1 :]
 
 
 DAMAGED = [f"{A}.json", f"{A}.1.json", "memory.json", "memory.faiss", "turns.faiss"]
@@ -5206,10 +5120,8 @@ def killed_while_deleting(root):
         folder = Path(shutil.copytree(root / "all", root / f"{step}"))
         user = memory.User(folder / "ann", "bag", None)
         died = dies_at(step, memory.delete_session, user, A)
-        left = queries_in(folder)
-        assert left == queries[len(queries) - len(left) :], (
-            step
-        )  # the oldest went first
+        left = queries_in(folder)  # the oldest went first
+        assert left == queries[len(queries) - len(left) :], step
         asyncio.run(live(folder, "I like rue"))
         assert queries_in(folder) == [*left, "I like rue"]
         assert "User likes rue." in facts_in(folder)
@@ -5694,10 +5606,8 @@ def test_a_turn_may_be_cancelled_at_any_await(endpoint, tmp_path, monkeypatch, f
 
 def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path):
     async def life(step, query):
-        reached = []
-        async with remembering(
-            tmp_path, history_turns=1, learn_concurrency=1
-        ) as service:
+        reached, known = [], {"history_turns": 1, "learn_concurrency": 1}
+        async with remembering(tmp_path, **known) as service:
             learner, look = service.learner, service.learner.look
             learner.look = lambda user: CancelledAt(step, look(user), reached)
             await say(service, "ann", A, query)
@@ -6352,11 +6262,8 @@ def test_the_first_words_reach_openais_client_before_the_model_goes_on(chat, mod
 @pytest.mark.parametrize("way", WAYS)
 def test_of_the_servers_own_tools_nothing_shows_but_what_was_said(chat, model, way):
     sum_ = ("calculate", {"expression": "2+3"})
-    model.replies += [
-        calls(sum_, text="Let me see."),
-        calls(sum_),
-        says("It is ", "5."),
-    ]
+    model.replies += [calls(sum_, text="Let me see."), calls(sum_)]
+    model.replies.append(says("It is ", "5."))
 
     got = complete(chat, "What is 2+3?", way, user="ann", stream_options=None)
 
