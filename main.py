@@ -326,17 +326,14 @@ class OpenAIStream(EventStream):
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
-        calls = {n: done[n] for n in done.keys() & {"tool_calls"}}
+        calls = done.get("tool_calls", [])
+        extra = {"tool_calls": calls} if calls else {}
         if not self.stream:
-            message = {
-                "role": "assistant",
-                "content": done["response"] or None,
-                **calls,
-            }
-            return self.data(done["usage"], message=message, finish_reason=reason)
-        for n, call in enumerate(calls.get("tool_calls", [])):
+            extra |= {"role": "assistant", "content": done["response"] or None}
+            return self.data(done["usage"], message=extra, finish_reason=reason)
+        for n, call in enumerate(calls):
             call["index"] = n
-        end = self.chunk(reason, **calls)
+        end = self.chunk(reason, **extra)
         end += self.data(done["usage"]) if self.usage else b""
         return end + b"data: [DONE]\n\n"
 
@@ -438,27 +435,28 @@ class AgentRun:
         finally:
             # A client that runs its own tools comes back with their results.
             if self.turn and "tool_calls" not in done:
-                about: Json = {"reasoning_mode": self.request.reasoning}
-                about |= {"rounds": done["rounds"], "tools": self.tools}
-                said = self.request.text, done["response"]
-                await self.turn.save(*said, status, started_at=began, **about)
+                await self.turn.save(
+                    self.request.text,
+                    done["response"],
+                    status,
+                    reasoning_mode=self.request.reasoning,
+                    rounds=done["rounds"],
+                    tools=self.tools,
+                    started_at=began,
+                )
         return done | {"usage": done["usage"] or None}
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.request.text, self.request.history
-        if (
-            not self.request.tools
-        ):  # those are among the options, and the client's to run
+        if not self.request.tools:
             self.offer_tools()
         hints = Hints([], [], [])
         if turn:
             try:
                 said = map(text_of, history) if history else None
                 hints = await turn.hints(text, said)
-            except (
-                Exception
-            ):  # the answer is worth more; the event says that it is without
+            except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
             failed = "memory" in hints.degraded
@@ -479,6 +477,7 @@ class AgentRun:
         self.events.emit("memory", **known, degraded=hints.degraded)
 
     def offer_tools(self) -> None:
+        """Put our own functions into the prompt; a client's are among its options."""
         found = [*tools.TOOLS.values()]
         if self.request.reasoning:
             found.insert(0, plan)
@@ -548,7 +547,6 @@ class AgentRun:
             reply.calls = []
         for call in reply.calls:  # Mistral's templates take no other ids
             call.id = call.id or uuid.uuid4().hex[:9]
-            call.arguments = parse_arguments(call.text)
         return reply
 
     def take_back(self, reply: "ReplyParser") -> None:
@@ -561,9 +559,6 @@ class AgentRun:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
         said: Json = {"role": "assistant", "content": reply.text or None}
         self.take_back(reply)
-        for call in reply.calls:
-            # Written anew: a malformed string in the messages is refused for ever.
-            call.text = json.dumps(call.arguments or {}, sort_keys=True)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(self.run_call(call)) for call in reply.calls]
         said["tool_calls"] = [call.as_message() for call in reply.calls]
@@ -580,7 +575,10 @@ class AgentRun:
 
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
-        began, arguments = time.monotonic(), call.arguments or {}
+        began, given = time.monotonic(), parse_arguments(call.text)
+        arguments = given or {}
+        # Written anew: a malformed string in the messages is refused for ever.
+        call.text = json.dumps(arguments, sort_keys=True)
         planning = self.functions.get(call.name) is plan
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
@@ -588,7 +586,7 @@ class AgentRun:
         if self.seen[call.name, call.text] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            known = self.functions, call.name, call.arguments
+            known = self.functions, call.name, given
             ok, text = await tools.call_tool(*known, TOOL_TIMEOUT)
         result = {"name": call.name, "ok": ok, "content": text}
         if not planning:
@@ -629,7 +627,6 @@ class ToolCall:
     id: str
     name: str
     text: str = ""  # of the arguments
-    arguments: Json | None = None  # None: the text is no JSON object
 
     def as_message(self) -> Json:
         function = {"name": self.name, "arguments": self.text or "{}"}
@@ -710,19 +707,11 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         same = [call for call in self.calls if index in (None, call.index)]
-        call = same[-1] if same else None
+        call = same[-1] if same else ToolCall(index, id, "")
         # Some servers put every call under one index or under none, some repeat the name
         # in each piece, older ones give each piece an id of its own.
-        if (
-            not call
-            or name
-            and (
-                name != call.name
-                or id not in ("", call.id)
-                or text
-                and parse_arguments(call.text)
-            )
-        ):
+        other = name != call.name or id not in ("", call.id)
+        if not same or name and (other or text and parse_arguments(call.text)):
             call = ToolCall(index, id, name)
             self.calls.append(call)
         call.text += text
@@ -761,13 +750,11 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
         except ValueError:
             return []
         for item in map(as_dict, value if isinstance(value, list) else [value]):
-            name, given = (
-                item.get("name"),
-                item.get("arguments", item.get("parameters")),
-            )
-            if str(name) not in functions or not isinstance(given, dict):
+            name, given = str(item.get("name")), item.get("arguments")
+            given = item.get("parameters") if given is None else given
+            if name not in functions or not isinstance(given, dict):
                 return []
-            calls.append(ToolCall(None, "", str(name), json.dumps(given)))
+            calls.append(ToolCall(None, "", name, json.dumps(given)))
     return calls
 
 
