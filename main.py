@@ -350,7 +350,6 @@ class OpenAIStream(EventStream):
 
 def openai_error(status: int, message: str, code: str | None = None) -> Json:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    kind = {401: "authentication_error", 403: "permission_error"}.get(status, kind)
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
@@ -410,10 +409,10 @@ class AgentRun:
     ):
         self.service, self.turn = service, turn
         self.request, self.events = request, events
-        self.functions: dict[str, Callable] = {}  # on offer, by name
+        self.functions: Json = {}  # on offer, by name
         self.prompt: Json = {}  # messages and tools
         self.tools: list[Json] = []  # calls and results
-        self.seen: Counter[Any] = Counter()  # calls, by name and arguments
+        self.seen: Counter[tuple[str, str]] = Counter()  # calls, by name and arguments
         self.steps: list[str] = []  # of the plan, as it stands
         self.done: Json = {"response": "", "rounds": 0, "usage": Counter()}
         self.done["turn"] = turn.number if turn else 0
@@ -537,14 +536,12 @@ class AgentRun:
         finally:  # a turn that is interrupted keeps what was said
             done["response"] = reply.text
         done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
-        usage = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        done["usage"].update(usage)
-        if not reply.calls:
-            reply.calls = calls_in_text(reply.text, self.functions)
-            if reply.calls:
-                self.take_back(reply)
-        if choice == "none":
-            reply.calls = []
+        counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
+        done["usage"].update(counts)
+        written = [] if reply.calls else calls_in_text(reply.text, self.functions)
+        if written:
+            self.take_back(reply)
+        reply.calls = [] if choice == "none" else reply.calls or written
         for call in reply.calls:  # Mistral's templates take no other ids
             call.id = call.id or uuid.uuid4().hex[:9]
         return reply
@@ -582,8 +579,9 @@ class AgentRun:
         planning = self.functions.get(call.name) is plan
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        self.seen[call.name, call.text] += 1
-        if self.seen[call.name, call.text] > 2:
+        same = call.name, call.text
+        self.seen[same] += 1
+        if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
             known = self.functions, call.name, given
@@ -601,9 +599,11 @@ class AgentRun:
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
     content = message.get("content")
+    if isinstance(content, str):
+        return content
     parts = content if isinstance(content, list) else []
     texts = [as_dict(part).get("text") for part in parts]
-    return content if isinstance(content, str) else "\n".join(filter(None, texts))
+    return "\n".join(str(text) for text in texts if text)
 
 
 def around_history(history: list[Message], block: str) -> list[Message]:
@@ -724,7 +724,9 @@ def as_dict(value: Any) -> Json:
 
 def printable(text: Any) -> str:
     """Return a text without lone surrogates, which a model's JSON may hold; "" for none."""
-    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else ""
+    if not text or not isinstance(text, str):
+        return ""
+    return text.encode("utf-8", "replace").decode()
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -750,8 +752,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
         except ValueError:
             return []
         for item in map(as_dict, value if isinstance(value, list) else [value]):
-            name, given = str(item.get("name")), item.get("arguments")
-            given = item.get("parameters") if given is None else given
+            name = str(item.get("name"))
+            given = item.get("arguments", item.get("parameters"))
             if name not in functions or not isinstance(given, dict):
                 return []
             calls.append(ToolCall(None, "", name, json.dumps(given)))
