@@ -1738,13 +1738,18 @@ def test_models_that_are_set_are_used(start, model):
     assert {h.get(b"authorization") for h in model.headers} >= {b"Bearer k1"}
 
 
-def test_the_extra_body_reaches_the_endpoint(start, model):
-    extra = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 20}
+def test_the_extra_body_is_for_chat_and_of_it_learning_gets_the_templates_switches(
+    start, model
+):
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
     with start(CHAT_EXTRA_BODY=extra) as chat:
         chat.ask("I like tea.")
         chat.learned()
 
     assert model.requests[0] | extra == model.requests[0]
+    [learning] = model.learnings
+    assert learning["chat_template_kwargs"] == extra["chat_template_kwargs"]
+    assert learning["max_tokens"] == 1500
     assert model.requests[0]["stream"] is True
     assert model.requests[0]["stream_options"] == {"include_usage": True}
 
