@@ -3153,7 +3153,7 @@ LONG = "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range
     "query",
     [
         "Which part of Kenya did I see?",
-        "Sort those visited: Lisbon, without loops",
+        "Sort Lisbon 2001 lists fast",
         LONG,
     ],
     ids=["a paraphrase", "a stray word", "a long message"],
