@@ -832,6 +832,13 @@ class Endpoint:
         with self.noted():
             return json.loads(await (await self.request(path, body)).aread())
 
+    async def sizes(self) -> Json:
+        """Return the models there, each with its context's size. Raises Failure."""
+        with self.noted():
+            async with asyncio.timeout(2):
+                found = (await self.ask("models"))["data"]
+            return {model["id"]: model.get("max_model_len") for model in found}
+
     async def look(self) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
@@ -843,10 +850,7 @@ class Endpoint:
             self.looked_at = time.monotonic()
             told, level = f"{self.setting} at {self.url}", logging.WARNING
             try:
-                with self.noted():
-                    async with asyncio.timeout(2):
-                        found = (await self.ask("models"))["data"]
-                    sizes = {model["id"]: model.get("max_model_len") for model in found}
+                sizes = await self.sizes()
             except Failure as error:
                 told += f": {error.message} {error.__cause__!r:.300}"
             else:
