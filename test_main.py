@@ -1245,23 +1245,23 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model):
     assert not model.gate.is_set()
 
 
-LONG = "word " * 2000
-LONG_ANSWER = says(*[LONG] * 800)
+FLOOD = "word " * 2000
+LONG_ANSWER = says(*[FLOOD] * 800)
 LARGE = 1 << 24  # tokens
 ASKED = http_of("POST", "/chat", GOOD | {"message": "A long answer, please."})
 
 
 def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, model):
-    model.replies += [says(*[LONG] * 80), [*LONG_ANSWER[:-2], WAIT]]
+    model.replies += [says(*[FLOOD] * 80), [*LONG_ANSWER[:-2], WAIT]]
     with start(CONTEXT_TOKENS=LARGE) as chat:
-        assert answer(chat.ask("A long answer, please.")) == LONG * 80
+        assert answer(chat.ask("A long answer, please.")) == FLOOD * 80
         with unread(chat, ASKED) as client:
             wait_for(lambda: model.closed == 1)  # nobody waits: the model is stopped
             wait_for(lambda: len(chat.turns()) == 2)
             assert chat.turns()[1]["status"] == "interrupted"
             seen = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert b'"done"' not in seen and seen.count(b'"error"') == 1
-    assert len(seen) < len(LONG) * 800
+    assert len(seen) < len(FLOOD) * 800
 
 
 @pytest.mark.parametrize("end", ["done", "error"])
