@@ -989,7 +989,6 @@ WRONG_CALLS = {
     "no JSON": (("calculate", '{"expression": "1+'), "JSON"),
     "no object": (("calculate", '["1+1"]'), "JSON"),
     "misfit": (("calculate", {"sum": "1+1"}), "expression"),
-    "wrong type": (("calculate", {"expression": 2}), "expression"),
     "no user's": (("fetch_memory", {"query": "x", "user_id": "bob"}), "query"),
 }
 
@@ -1077,20 +1076,21 @@ def test_a_turn_has_at_most_eight_rounds(chat, model):
     assert done["finish_reason"] == "max_rounds" and done["response"]
 
 
-def test_the_same_call_a_third_time_ends_the_rounds(chat, model):
-    model.replies += [
-        calls(("convert_units", '{"value": 1, "from_unit": "m", "to_unit": "ft"}')),
-        calls(("convert_units", '{"value":1,"to_unit":"ft","from_unit":"m"}')),
-        calls(("convert_units", '{"from_unit": "m", "value": 1, "to_unit": "ft"}')),
-        says("3.28 ft."),
-    ]
+def test_the_third_same_call_is_not_run_and_ends_the_rounds(chat, model):
+    again = '{"to_unit": "ft", "value":1,  "from_unit": "m"}', '{"value": 1, "from_unit": "m", "to_unit": "ft"}'  # fmt: skip
+    model.replies += [calls(("convert_units", again[0])) for _ in range(2)]
+    model.replies.append(calls(("convert_units", again[1]), ("calculate", {"expression": "1"})))  # fmt: skip
+    model.replies.append(says("3.28 ft."))
 
     events = chat.ask("How many feet?")
 
-    assert answer(events) == "3.28 ft." and events[-1]["rounds"] == 4
+    assert answer(events) == "3.28 ft."
+    assert (events[-1]["finish_reason"], events[-1]["rounds"]) == ("max_rounds", 4)
     choices = [request.get("tool_choice") for request in model.requests]
     assert choices == [None, None, None, "none"]
-    assert [e["ok"] for e in of(events, "tool_result")] == [True, True, False]
+    results = {(e["name"], e["ok"]): e["content"] for e in of(events, "tool_result")}
+    assert results.keys() == {("convert_units", True), ("convert_units", False), ("calculate", True)}  # fmt: skip
+    assert "twice already" in results["convert_units", False]
 
 
 def test_the_memory_tools_are_the_users_own(chat, model):
@@ -3885,9 +3885,8 @@ def as_expected(events):
             ordered.append(e)
             continue
         e["content"] = re.sub(r"^\d{4}-.*week \d+\)$", "TIME", e["content"])
-        for phrase in ("calculate takes JSON", "there is no tool"):
-            if e["content"].startswith("Error: ") and phrase in e["content"]:
-                e["content"] = f"ERROR {phrase}"
+        if re.match(r"Error: (?s:.*)calculate takes JSON", e["content"]):
+            e["content"] = "ERROR calculate takes JSON"
         results.append(e)
     return ordered + results
 
@@ -4063,12 +4062,8 @@ stop""",
     ),
     "arguments missing, or said to be null": ("+ 0 aa current_time\n+ 1 bb current_time null\nstop",
         ran(("aa", *NOW), ("bb", *NOW))),
-    "arguments broken, or a list": ('+ 0 aa calculate {"expression": 2+3}\n+ 1 bb calculate ["2+3"]\n+ 2 cc current_time {}\nstop',
-        ran(("aa", *MISUSED), ("bb", *MISUSED), ("cc", *NOW))),
     "arguments no JSON number, or cut and said to be complete": ('+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop',
         ran(("aa", *MISUSED), ("bb", *MISUSED))),
-    "an invented tool": ("+ 0 aa greeting {}\ntool_calls\n[DONE]",
-        ran(("aa", "greeting", {}, (False, "ERROR there is no tool")))),
     # The end
     "tool_calls without calls": ('"Hi."\ntool_calls\n[DONE]', said("Hi.")),
     "tool_calls with an empty list": ('{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
@@ -4491,17 +4486,6 @@ def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
     events = turn(shared, [sse('{"content":"Hi."}\nstop')], reasoning_mode=reasoning)
     assert events == said("Hi.")
     assert [request["tool_choice"] for request in picky.requests] == ["none"]
-
-
-def test_the_third_same_call_is_not_run_and_ends_the_rounds(shared, picky):
-    again = {"expression": "2+3"}
-    rounds = [calls(("calculate", again)) for _ in range(3)]
-    rounds[1] = calls(("calculate", '{ "expression" : "2+3" }'), compute("7*6"))
-    events = turn(shared, *rounds, [sse('{"content":"Five."}\nstop')])
-    assert [e["ok"] for e in of(events, "tool_result")] == [True, True, True, False]
-    assert "twice already" in of(events, "tool_result")[-1]["content"]
-    assert [r.get("tool_choice") for r in picky.requests] == [None, None, None, "none"]
-    assert events[-1] == done("Five.", "max_rounds", rounds=4)
 
 
 # Where a plan cannot be forced
