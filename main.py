@@ -31,6 +31,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
@@ -896,15 +897,19 @@ class Endpoint:
                     piece = await anext(pieces, b"")
                     # Not by a splitter of text: JSON may hold U+2028 and U+0085.
                     *lines, rest = (rest + (piece or b"\n")).split(b"\n")
-                    data = (line[5:].strip() for line in lines if line[:5] == b"data:")
-                    chunks = [*map(event_of, data)]
-                for chunk in chunks:
+                data = (line[5:].strip() for line in lines if line[:5] == b"data:")
+                chunks = map(event_of, data)  # one by one: words before an error count
+                for chunk in iter(partial(self.next_of, chunks), None):
                     yield chunk
             with suppress(TimeoutError, httpx2.HTTPError):
                 async with asyncio.timeout(0.1):  # read to its end, it is kept
                     await anext(pieces, None)
         finally:
             await response.aclose()
+
+    def next_of(self, chunks: Iterator[Json]) -> Json | None:
+        with self.noted():
+            return next(chunks, None)
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
