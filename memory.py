@@ -64,7 +64,6 @@ MAX_FACT_CHARS = 160
 BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 facts in 8
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
 QUIET = 20.0  # seconds without a turn after which a user's vectors are written
-OPEN_FILES = 6  # of one user, kept parsed
 CACHE_BYTES = 16 << 20  # of all users' files, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
 
@@ -135,11 +134,9 @@ class HistoryRow(TypedDict):
     new_memory: str | None
 
 
-FACTS = TypeAdapter(list[Fact])
-HISTORY = TypeAdapter(list[HistoryRow])
 TURNS = TypeAdapter(list[TurnRow])
 
-Tables = dict[str, dict[str, Any]]
+Tables = dict[str, dict[Any, Any]]  # of TinyDB, each of rows under "1", "2", …
 Stamp = tuple[int, int, int]
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -152,10 +149,6 @@ Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 class NotFound(Exception):
     """A user, session or fact is unknown, or was deleted meanwhile."""
-
-
-class CorruptFile(ValueError):
-    """A file cannot be read for what it should be."""
 
 
 class NeedsDisk(Exception):
@@ -184,17 +177,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-@functools.lru_cache(maxsize=4096)
-def day_in_words(day: str) -> str:
-    """Return a date such as 7 May 2023, from YYYY-MM-DD."""
-    date = datetime.fromisoformat(day)
+def day_in_words(time: str) -> str:
+    """Return the date of a time in ISO 8601 in words, such as 7 May 2023."""
+    date = datetime.fromisoformat(time)
     return f"{date.day} {date:%B %Y}"
 
 
 # --- Files ---
 
 
-@functools.lru_cache(maxsize=4096)
 def normal_name(name: str) -> str:
     """Return a user's name in the one form that folders, locks and tokens use; ValueError: none."""
     name = unicodedata.normalize("NFC", name.strip())
@@ -286,7 +277,7 @@ class AtomicStorage(Storage, Generic[T]):
         self.value: T | None = None
 
     def load(self) -> T | None:
-        """Return the file's value, None: there is no file; CorruptFile: it has none."""
+        """Return the file's value; None: there is none, or it was damaged and is set aside."""
         found = stamp(self.path)
         if found != self.stamp:
             need_disk()
@@ -296,17 +287,19 @@ class AtomicStorage(Storage, Generic[T]):
                 try:
                     tables = pydantic_core.from_json(content)
                     self.value = self.parse(tables)
-                except Exception as error:  # whatever damage makes of it
-                    raise CorruptFile(self.path) from error
-                self.stamp, self.tables = found, tables
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    set_aside(self.path)
+                else:
+                    self.stamp, self.tables = found, tables
         return self.value
 
     def read(self) -> Tables | None:
-        """Return the tables, as copies that TinyDB may change."""
+        """Return the tables, in a dict where TinyDB may put others in their place."""
         self.load()
-        return {name: dict(rows) for name, rows in self.tables.items()} or None
+        return dict(self.tables) or None
 
     def write(self, data: Tables) -> None:
+        need_disk()
         self.forget()
         value = self.parse(data)  # what could not be read again is not written
         # A third of the time that json takes, which counts at 200 turns
@@ -378,7 +371,7 @@ class Locks:
             raise BlockingIOError
         async with task:
             pause = 0.001  # seconds
-            while not self._lockf(fcntl.LOCK_EX | fcntl.LOCK_NB, place):
+            while not self._try(place):
                 if not wait:
                     raise BlockingIOError
                 await asyncio.sleep(pause)
@@ -387,19 +380,19 @@ class Locks:
             try:
                 yield
             finally:
-                self.holding -= 1
                 with suppress(OSError):  # the kernel frees it when the file is closed
-                    self._lockf(fcntl.LOCK_UN, place)
+                    fcntl.lockf(self.file, fcntl.LOCK_UN, 1, place)
+                self.holding -= 1
 
-    def _lockf(self, kind: int, place: int) -> bool:
-        """Lock or unlock one byte; tell whether it worked."""
+    def _try(self, place: int) -> bool:
+        """Lock one byte; tell whether nobody else had it."""
         if self.broken and not self.holding:
             # GlusterFS does not open a descriptor again that holds locks.
             old, self.broken = self.file, False
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             os.close(old)
         try:
-            fcntl.lockf(self.file, kind, 1, place)
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
         except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
             return False
         except OSError:
@@ -409,8 +402,8 @@ class Locks:
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what waits for the disk; a cancelled caller goes on when it has ended."""
-        work = functools.partial(function, *arguments)
-        return await to_the_end(self.loop.run_in_executor(self.disk, work))
+        work = self.loop.run_in_executor(self.disk, function, *arguments)
+        return await to_the_end(work)
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the event loop or, where that needs the disk, in a thread."""
@@ -426,11 +419,6 @@ class Locks:
         if size < 1500:
             return function(*arguments)
         return await self.in_thread(function, *arguments)
-
-    async def run(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function under a lock."""
-        async with self.held(name):
-            return await self.call(function, *arguments)
 
 
 # --- Search ---
@@ -462,7 +450,7 @@ class Entry(NamedTuple):
     """What can be found: a fact, or one message of a past turn."""
 
     session_id: str  # "" for a fact
-    key: str  # the fact's id, or session_id/turn
+    key: str  # the fact's id, or the turn's number
     text: str
     before: str  # the message before
     after: str
@@ -592,19 +580,12 @@ def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
-def session_bits(session_id: str) -> int:
-    digest = hashlib.sha256(session_id.encode()).digest()
-    return int.from_bytes(digest[:3], "big") if session_id else 0
-
-
 @functools.lru_cache(maxsize=20_000)
 def vector_id(model: str, session_id: str, text: str) -> int:
-    """Return 24 bits of the session (0: a fact) and 39 of model and text.
-
-    So a vector can never stand for another text or model, and goes with its session.
-    """
-    digest = hashlib.blake2b(f"{model}\0{text}".encode(), digest_size=8).digest()
-    return session_bits(session_id) << 39 | int.from_bytes(digest, "big") >> 25
+    """Return 63 bits of all three: a vector never stands for others, and goes with its session."""
+    content = f"{model}\0{session_id}\0{text}".encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class Vectors:
@@ -619,11 +600,14 @@ class Vectors:
         self.known: dict[int, np.ndarray] = {}
         self.dirty = False  # some are not in the file
 
+    def id(self, entry: Entry) -> int:
+        return vector_id(self.model, entry.session_id, entry.text)
+
     def get(self, entry: Entry) -> np.ndarray | None:
-        return self.known.get(vector_id(self.model, entry.session_id, entry.text))
+        return self.known.get(self.id(entry))
 
     def add(self, entry: Entry, vector: np.ndarray) -> None:
-        self.known[vector_id(self.model, entry.session_id, entry.text)] = vector
+        self.known[self.id(entry)] = vector
         self.dirty = True
 
     def index(self, entries: list[Entry]) -> Index:
@@ -642,19 +626,16 @@ class Vectors:
             return False
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
-        rows = faiss.downcast_index(dense.index).reconstruct_n(0, dense.ntotal)
+        rows = dense.index.reconstruct_n(0, dense.ntotal)
         self.known = dict(zip(ids, rows, strict=True)) | self.known
         self.stamp = found
         return True
 
-    def save(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Write the vectors of these texts, given as session_id and text, and no others.
-
-        Those that another process has written are among them.
-        """
+    def save(self, entries: Iterable[Entry]) -> None:
+        """Write the vectors of these entries and no others, also those that others have made."""
         self.load()
-        ids = {vector_id(self.model, session_id, text) for session_id, text in texts}
-        self.known = {id: self.known[id] for id in self.known if id in ids}
+        ids = {self.id(entry) for entry in entries}
+        self.known = {id: v for id, v in self.known.items() if id in ids}
         size = len(next(reversed(self.known.values()), ()))  # of the newest
         written = {id: v for id, v in self.known.items() if len(v) == size}
         if written:
@@ -663,9 +644,8 @@ class Vectors:
             dense.add_with_ids(rows, np.array([*written], "int64"))
             content = faiss.serialize_index(dense).tobytes()
             replace_file(self.path, content + hashlib.sha256(content).digest())
-        elif self.path.exists():
-            self.path.unlink()
-            fsync_folder(self.path.parent)
+        else:
+            self.path.unlink(missing_ok=True)
         self.stamp, self.dirty = stamp(self.path), False
 
 
@@ -691,9 +671,8 @@ class Transcript(NamedTuple):
         turns = TURNS.validate_python([*rows.values()], strict=True)
         if [str(turn["turn"]) for turn in turns] != [*rows]:  # which TinyDB goes by
             raise ValueError("turns do not stand under their numbers")
-        for row in tables.get("summary", {}).values():
-            return cls(turns, str(row["summary"]), int(row["turn"]))
-        return cls(turns, "", 0)
+        [folded] = tables.get("summary", {"1": {"summary": "", "turn": 0}}).values()
+        return cls(turns, str(folded["summary"]), int(folded["turn"]))
 
     def unfolded(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
@@ -713,20 +692,18 @@ class State:
     @classmethod
     def parse(cls, tables: Tables) -> "State":
         [user] = tables["user"].values()
-        facts = FACTS.validate_python([*tables["facts"].values()], strict=True)
-        learned = {m["session_id"]: int(m["turn"]) for m in tables["learned"].values()}
-        rows = HISTORY.validate_python([*tables["history"].values()], strict=True)
-        by_id = {fact["id"]: fact for fact in facts}
-        return cls(str(user["name"]), str(user["id"]), by_id, learned, rows)
+        facts = {row["id"]: row for row in tables["facts"].values()}
+        learned = {row["session_id"]: row["turn"] for row in tables["learned"].values()}
+        rest = {"learned": learned, "history": [*tables["history"].values()]}
+        return STATE.validate_python({**user, "facts": facts, **rest})
 
     def tables(self) -> Tables:
-        """Return the tables as TinyDB stores them: rows under "1", "2", …"""
         learned = [{"session_id": s, "turn": n} for s, n in self.learned.items()]
         return {
-            "user": numbered([{"name": self.name, "id": self.id}]),
-            "facts": numbered(self.facts.values()),
-            "learned": numbered(learned),
-            "history": numbered(self.history[-MAX_HISTORY:]),
+            "user": {1: {"name": self.name, "id": self.id}},
+            "facts": dict(enumerate(self.facts.values(), 1)),
+            "learned": dict(enumerate(learned, 1)),
+            "history": dict(enumerate(self.history[-MAX_HISTORY:], 1)),
         }
 
     def copy(self) -> "State":
@@ -734,8 +711,7 @@ class State:
         return replace(self, facts=facts, learned=learned, history=[*self.history])
 
 
-def numbered(rows: Iterable[Any]) -> dict[str, Any]:
-    return {str(number): row for number, row in enumerate(rows, 1)}
+STATE = TypeAdapter(State)
 
 
 class Unlearned(NamedTuple):
@@ -762,66 +738,45 @@ class UserFiles:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.id = folder, ""
-        self.storages: OrderedDict[str, AtomicStorage[Any]] = OrderedDict()
-
-    def storage(self, file: str, parse: Callable[[Tables], T]) -> AtomicStorage[T]:
-        known = self.storages.pop(file, None)
-        storage = known or AtomicStorage(self.folder / file, parse)
-        self.storages[file] = storage
-        if len(self.storages) > OPEN_FILES:
-            self.storages.popitem(last=False)
-        return storage
+        self.folder = folder
+        self.memory = AtomicStorage(folder / "memory.json", State.parse)
+        self.storages: dict[str, AtomicStorage[Any]] = {"memory.json": self.memory}
 
     def load(self) -> State:
         """Return the facts' file; begin it anew where it is lost; NotFound: there is no folder."""
-        try:
-            state = self.storage("memory.json", State.parse).load()
-        except CorruptFile:
-            state = None
-        state = state or self.begin_anew()
-        self.id = state.id
-        return state
-
-    def begin_anew(self) -> State:
+        state = self.memory.load()
+        if state:
+            return state
         if not self.folder.is_dir():
-            self.id = ""
             raise NotFound("user")
         need_disk()
         # First, or a kill would leave them unlearned
         for session_id in self.sessions():
             (self.folder / f"{session_id}.unlearned").touch()
         fsync_folder(self.folder)
-        if (self.folder / "memory.json").exists():
-            set_aside(self.folder / "memory.json")
-        # Where it is known still, a running turn holds on to the id.
-        return self.write(State("", self.id or uuid.uuid4().hex))
+        return self.write(State(id=uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
-        need_disk()
-        self.storage("memory.json", State.parse).write(state.tables())
+        self.memory.write(state.tables())
         return state
 
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
         return sorted({path.name.split(".")[0] for path in paths})
 
-    def transcript(self, session_id: str, last: int = 0) -> Transcript:
-        """Return a session's newest file, or the older one up to a turn; damage is set aside."""
+    def storage(self, session_id: str, last: int = 0) -> AtomicStorage[Transcript]:
+        """Return a session's newest file, or the older one up to a turn."""
         file = f"{session_id}.{last}.json" if last else f"{session_id}.json"
-        try:
-            found = self.storage(file, Transcript.parse).load()
-        except CorruptFile:
-            need_disk()
-            set_aside(self.folder / file)
-            found = None
-        return found or Transcript([], "", 0)
+        storage = AtomicStorage(self.folder / file, Transcript.parse)
+        return self.storages.setdefault(file, storage)
+
+    def transcript(self, session_id: str, last: int = 0) -> Transcript:
+        return self.storage(session_id, last).load() or Transcript([], "", 0)
 
     def older(self, session_id: str) -> list[int]:
         """Return the last turns of a session's older files."""
-        paths = self.folder.glob(f"{session_id}.*.json")
-        names = (path.name.split(".")[1] for path in paths)
-        return sorted(int(last) for last in names if last.isdecimal())
+        paths = self.folder.glob(f"{session_id}.[0-9]*.json")
+        return sorted(int(path.name.split(".")[1]) for path in paths)
 
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
@@ -831,46 +786,47 @@ class UserFiles:
         return max([newest.folded, *self.older(session_id)])
 
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
-        """Return a session's turns beyond a number; after a kill two files may hold the same."""
-        newest = self.transcript(session_id).turns
-        rows: list[TurnRow] = []
-        if not newest or newest[0]["turn"] > mark + 1:
-            for last in [last for last in self.older(session_id) if last > mark]:
-                rows += self.transcript(session_id, last).turns
-        turns = {row["turn"]: row for row in rows + newest}
-        return [turns[number] for number in sorted(turns) if number > mark]
+        """Return a session's turns beyond a number."""
+        rows = self.transcript(session_id).turns
+        if not rows or rows[0]["turn"] > mark + 1:
+            older = [last for last in self.older(session_id) if last > mark]
+            before = [self.transcript(session_id, last).turns for last in older]
+            # By number: after a kill two files may hold the same.
+            turns = {row["turn"]: row for row in itertools.chain(*before, rows)}
+            rows = [*turns.values()]
+        return [row for row in rows if row["turn"] > mark]
 
-    def waiting(self, state: State) -> list[Unlearned]:
-        """Return the turns beyond the marks, in the order they ended; unlink stale markers."""
-        each = []
-        for file in sorted(os.listdir(self.folder)):
-            session_id, _, kind = file.partition(".")
-            if kind != "unlearned":
-                continue
+    def look(self) -> tuple[State, list[Unlearned]]:
+        """Return the facts and what else there is, and the turns that wait to be learned.
+
+        These are the turns beyond the marks, in the order they ended. A marker with
+        nothing behind it is unlinked.
+        """
+        state, each = self.load(), []
+        for marker in sorted(self.folder.glob("*.unlearned")):
+            session_id = marker.stem
             turns = self.turns_after(session_id, state.learned.get(session_id, 0))
             each.append([Unlearned(session_id, row) for row in turns])
             if not turns:
                 with suppress(OSError):  # it is looked at again
-                    os.unlink(self.folder / file)
+                    marker.unlink()
         # Merged, not sorted: a clock set back must not change a session's order.
-        return list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
+        return state, list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return what stands before a turn; make the user's folder, here and nowhere else.
 
         So no turn or learning that ends later can bring a deleted user back.
         """
-        try:
-            state = self.load()
-        except NotFound:
+        if not self.folder.is_dir():
             need_disk()
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
-            state = self.write(State(name, uuid.uuid4().hex))
+        state, waiting = self.look()
         if not state.name:
             state = self.write(replace(state, name=name))
-        number, newest = self.last_turn(session_id) + 1, self.transcript(session_id)
-        return number, state, newest, self.waiting(state)
+        number = self.last_turn(session_id) + 1
+        return number, state, self.transcript(session_id), waiting
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -882,44 +838,34 @@ class UserFiles:
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
         # First: a turn unmarked is never learned. Durable with the folder's next fsync.
         (self.folder / f"{session_id}.unlearned").touch()
-        storage = self.storage(f"{session_id}.json", Transcript.parse)
         if len(self.transcript(session_id).turns) >= FILE_TURNS:
-            self.roll_over(session_id, storage)
+            self.roll_over(session_id)
+        storage = self.storage(session_id)
         table = TinyDB(storage=lambda: storage).table("turns")
         table.insert(Document(row, doc_id=number))
 
-    def roll_over(self, session_id: str, storage: AtomicStorage[Transcript]) -> None:
+    def roll_over(self, session_id: str) -> None:
         """Move the older half of a full file into one of its own."""
-        rows = storage.tables["turns"]
-        old = {number: rows[number] for number in [*rows][: FILE_TURNS // 2]}
-        last = int([*old][-1])
-        held = self.transcript(session_id, last).turns
-        if held and held != [*old.values()]:
-            set_aside(self.folder / f"{session_id}.{last}.json")
-        file = f"{session_id}.{last}.json"
-        self.storage(file, Transcript.parse).write({"turns": old})
-        newer = {number: row for number, row in rows.items() if number not in old}
-        storage.write({**storage.tables, "turns": newer})
+        newest, half = self.storage(session_id), FILE_TURNS // 2
+        rows = [*newest.tables["turns"].items()]
+        older = self.storage(session_id, int(rows[half - 1][0]))
+        if older.load() and older.tables["turns"] != dict(rows[:half]):
+            set_aside(older.path)
+        older.write({"turns": dict(rows[:half])})
+        newest.write({**newest.tables, "turns": dict(rows[half:])})
 
     def summarize(self, session_id: str, old: list[TurnRow], summary: str) -> None:
         """Write a session's summary, if the turns it holds still are its oldest unfolded ones."""
-        need_disk()
+        storage = self.storage(session_id)
         if self.transcript(session_id).unfolded()[: len(old)] == old:
-            storage = self.storage(f"{session_id}.json", Transcript.parse)
             row = {"summary": summary, "turn": old[-1]["turn"]}
             storage.write({**storage.tables, "summary": {"1": row}})
-
-
-def look(files: UserFiles) -> tuple[State, list[Unlearned]]:
-    """Return the facts and what else there is, and the turns that wait to be learned."""
-    state = files.load()
-    return state, files.waiting(state)
 
 
 def erase(folder: Path, *patterns: str) -> None:
     """Unlink the files that match, for each pattern in turn."""
     for pattern in patterns:
-        for path in folder.glob(pattern):
+        for path in sorted(folder.glob(pattern)):
             path.unlink()
     fsync_folder(folder)
 
@@ -939,7 +885,8 @@ class User:
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function under the user's lock."""
-        return await self.locks.run(self.key, function, *arguments)
+        async with self.locks.held(self.key):
+            return await self.locks.call(function, *arguments)
 
     def is_dirty(self) -> bool:
         """Tell whether there are vectors that are not on disk."""
@@ -948,9 +895,9 @@ class User:
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
         stamps = [storage.stamp for storage in [*self.files.storages.values()]]
-        known = [*self.facts.known.values(), *self.past.known.values()]
-        vectors = len(known) * known[-1].nbytes if known else 0
-        return 2000 + sum(found[1] for found in stamps if found) + vectors
+        vectors = [*self.facts.known.values(), *self.past.known.values()]
+        size = sum(found[1] for found in stamps if found)
+        return 2000 + size + sum(vector.nbytes for vector in vectors)
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
@@ -974,16 +921,15 @@ class User:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
         need_disk()
         self.past.load()
-        said = ((s, self.files.turns_after(s, 0)) for s in self.files.sessions())
-        entries = [e for s, turns in said for e in message_entries(s, turns)]
+        said = {s: self.files.turns_after(s, 0) for s in self.files.sessions()}
+        entries = [e for s, turns in said.items() for e in message_entries(s, turns)]
         self.unembedded = [e for e in entries if self.past.get(e) is None]
         found = self.past.index(entries).search(query, vector, 4 * k, cut=False)
-        results = []
-        for key in list(dict.fromkeys(entry.key for _, entry in found))[:k]:
-            session_id, _, number = key.partition("/")
-            turns = self.files.turns_after(session_id, max(0, int(number) - 2))
-            results.append((session_id, turns[: min(3, int(number) + 1)]))
-        return results
+        places = [(entry.session_id, int(entry.key)) for _, entry in found]
+        return [
+            (session_id, [t for t in said[session_id] if abs(t["turn"] - number) < 2])
+            for session_id, number in [*dict.fromkeys(places)][:k]
+        ]
 
     def missing(self) -> list[Entry]:
         """Return the facts, and of past messages those that were searched, without a vector."""
@@ -999,32 +945,29 @@ class User:
     def save_vectors(self, state: State | None = None, without: str = "") -> None:
         """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
         need_disk()
-        facts = (state or self.files.load()).facts.values()
-        self.facts.save(("", fact["text"]) for fact in facts)
+        self.facts.save(fact_entries((state or self.files.load()).facts))
         sessions = [other for other in self.files.sessions() if other != without]
-        said = ((s, row) for s in sessions for row in self.files.turns_after(s, 0))
-        self.past.save((s, row[p]) for s, row in said for p in ("query", "response"))
+        said = (message_entries(s, self.files.turns_after(s, 0)) for s in sessions)
+        self.past.save(itertools.chain.from_iterable(said))
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
-    days = (day_in_words(fact["created_at"][:10]) for fact in facts.values())
-    each = zip(facts.items(), days, strict=True)
-    return [Entry("", id, fact["text"], "", "", day) for (id, fact), day in each]
+    return [
+        Entry("", id, fact["text"], "", "", day_in_words(fact["created_at"]))
+        for id, fact in facts.items()
+    ]
 
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each between its neighbours."""
-    said = [
-        (f"{session_id}/{row['turn']}", text, day_in_words(row["ended_at"][:10]))
-        for row in turns
-        for text in (row["query"], row["response"])
-        if text
-    ]
-    around = ["", *(text[:500] for _, text, _ in said), ""]
-    return [
-        Entry(session_id, key, text, around[n], around[n + 2], day)
-        for n, (key, text, day) in enumerate(said)
-    ]
+    both = ((row, text) for row in turns for text in (row["query"], row["response"]))
+    said = [(row, text) for row, text in both if text]
+    around = ["", *(text[:500] for _, text in said), ""]
+    entries = []
+    for n, (row, text) in enumerate(said):
+        key, day = str(row["turn"]), day_in_words(row["ended_at"])
+        entries.append(Entry(session_id, key, text, around[n], around[n + 2], day))
+    return entries
 
 
 # The user's own data: functions for Memory.user_data
@@ -1066,32 +1009,35 @@ def delete_session(user: User, session_id: str) -> None:
     if not any(user.files.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
     user.save_vectors(without=session_id)
-    strays = "*turns.faiss.*", f".{session_id}.*", f"{session_id}.*.corrupt-*"
-    # The oldest first, or a kill would leave a hole between turns.
+    # The oldest turns first, or a kill would leave a hole between turns; then by name.
     older = [f"{session_id}.{last}.json" for last in user.files.older(session_id)]
-    rest = *older, f"{session_id}.json", f"{session_id}.*"
-    erase(user.files.folder, *strays, *rest)
+    strays = "*turns.faiss.*", f".{session_id}.*"
+    erase(user.files.folder, *strays, *older, f"{session_id}.*")
 
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
     need_disk()
     state = user.files.load().copy()
-    rows = state.history if fact_id else []
-    # Forgotten and learned again, the same words stand under two ids.
-    said = [{row["old_memory"], row["new_memory"]} - {None} for row in rows]
-    own = set().union(*(s for s, r in zip(said, rows) if r["memory_id"] == fact_id))
-    state.history = [row for texts, row in zip(said, rows) if not texts & own]
     if fact_id is None:
-        state.facts = {}
-        for session_id in user.files.sessions():
-            state.learned[session_id] = user.files.last_turn(session_id)
-    elif not state.facts.pop(fact_id, None) and len(state.history) == len(rows):
-        raise NotFound("fact")
+        state.facts, state.history = {}, []
+        sessions = user.files.sessions()
+        state.learned |= {s: user.files.last_turn(s) for s in sessions}
+    else:
+        own = [texts(row) for row in state.history if row["memory_id"] == fact_id]
+        if not (state.facts.pop(fact_id, None) or own):
+            raise NotFound("fact")
+        # Forgotten and learned again, the same words stand under two ids.
+        gone = set().union(*own)
+        state.history = [row for row in state.history if not gone & texts(row)]
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
     user.save_vectors(state)
     erase(user.files.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
     user.files.write(state)
+
+
+def texts(row: HistoryRow) -> set[str | None]:
+    return {row["old_memory"], row["new_memory"]} - {None}
 
 
 def delete_user(user: User) -> None:
@@ -1101,9 +1047,8 @@ def delete_user(user: User) -> None:
     gone = user.files.folder.with_name(f".deleted-{uuid.uuid4().hex}")
     os.rename(user.files.folder, gone)
     fsync_folder(gone.parent)
-    shutil.rmtree(gone, ignore_errors=True)  # a start may be at it as well
-    if gone.exists():
-        raise OSError("the user's files cannot be deleted")
+    with suppress(FileNotFoundError):  # a start may be at it as well
+        shutil.rmtree(gone)
 
 
 # --- Facts (Mem0) ---
@@ -1136,8 +1081,8 @@ class FactStore:
         del self.state.facts[vector_id]
 
     def get(self, vector_id):
-        fact = self.state.facts.get(vector_id)
-        return fact and SimpleNamespace(payload={**fact, "data": fact["text"]})
+        fact = self.state.facts[vector_id]
+        return SimpleNamespace(payload={**fact, "data": fact["text"]})
 
     def add_history(self, memory_id, old_memory, new_memory, event, **_):
         row = {"memory_id": memory_id, "event": event, "at": now()}
@@ -1159,26 +1104,22 @@ class FactStore:
             return
         text, seen = operation["text"], operation["turn"].row["ended_at"]
         twin = next((f for f in facts.values() if same_fact(f["text"], text)), None)
-        if twin and (op == "add" or twin["id"] == id):
-            self.reinforce(twin, seen, 1)
+        if twin:  # it is known: of an update's two facts one is left
+            # Not by Mem0: its metadata update would make a row of history.
+            again = twin.copy()
+            again["frequency"] += 1
+            again["last_seen_at"] = max(seen, twin["last_seen_at"])
+            facts[twin["id"]] = again
+            if op == "update" and id != twin["id"]:
+                self.mem0.delete(id)
             return
         metadata = {name: operation[name] for name in ("kind", "importance")}
         metadata |= {"source": operation["turn"].key, "last_seen_at": seen}
-        if op == "add":
+        if op == "update":
+            self.mem0.update(id, text, metadata=metadata)
+        else:
             metadata |= {"frequency": 1, "created_at": seen}
             self.mem0.add(text, user_id="user", infer=False, metadata=metadata)
-            return
-        self.mem0.update(id, text, metadata=metadata)
-        if twin:  # the new value was known already: one is left
-            self.reinforce(facts[id], seen, twin["frequency"])
-            self.mem0.delete(twin["id"])
-
-    def reinforce(self, fact: Fact, seen: str, times: int) -> None:
-        # Not by Mem0: its metadata update would make a row of history.
-        again = fact.copy()
-        again["frequency"] += times
-        again["last_seen_at"] = max(seen, fact["last_seen_at"])
-        self.state.facts[fact["id"]] = again
 
     def forget_faded(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete what has faded or is too much."""
@@ -1188,7 +1129,7 @@ class FactStore:
         profile = [id for id in ranked if facts[id]["kind"] == "profile"]
         for id in profile[MAX_PROFILE:]:
             facts[id] = {**facts[id], "kind": "episodic"}
-        episodic = [id for id in ranked if id not in profile[:MAX_PROFILE]]
+        episodic = [id for id in ranked if facts[id]["kind"] != "profile"]
         for rank, id in enumerate(episodic, len(profile[:MAX_PROFILE])):
             if rank >= max_facts or scores[id] < 0.25:
                 self.mem0.delete(id)
@@ -1210,12 +1151,8 @@ def open_mem0(folder: Path, store: FactStore) -> Any:
     mem0.utils.spacy_models._load_failed_lemma = True
     logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
     opened = mem0.Memory.__new__(mem0.Memory)
-    config = MemoryConfig()
-    parts: Row = dict.fromkeys(("vector_store", "embedding_model", "db"), store)
-    parts |= dict.fromkeys(("llm", "reranker", "custom_instructions", "_entity_store"))
-    parts |= {"config": config, "api_version": config.version}
-    parts["collection_name"] = "facts"
-    vars(opened).update(parts)
+    vars(opened).update(config=MemoryConfig(), _entity_store=None)
+    vars(opened).update(vector_store=store, embedding_model=store, db=store)
     return opened
 
 
@@ -1936,7 +1873,7 @@ class Memory:
             id: Of the user who is meant, not of one of that name made since: else NotFound.
         """
         async with self.locks.held(user.key):
-            old, waiting = await self.locks.call(look, user.files)
+            old, waiting = await self.locks.call(user.files.look)
             if id not in ("", old.id):
                 raise NotFound("user")
             self.store.state = state = old.copy()
@@ -2111,7 +2048,7 @@ class Learner:
 
     async def look(self, user: "User") -> float | None:
         """Do the next thing for a user; return seconds until another look, None: nothing is left."""
-        state, waiting = await user.run(look, user.files)
+        state, waiting = await user.run(user.files.look)
         self.pending[user.key] = len(waiting)
         if waiting:
             return await self.learn(user, state, waiting)

@@ -5174,7 +5174,7 @@ def hold_and_be_cancelled(root):
     async def hold(times):
         begun.clear()
         locks = memory.Locks.open(root / ".lock")
-        holder = asyncio.create_task(locks.run("ann", slowly))
+        holder = asyncio.create_task(memory.User(root / "ann", "", locks).run(slowly))
         witness = asyncio.create_task(hear())
         await happens(begun.is_set)
         for task in [holder, witness] * times:
@@ -5245,7 +5245,7 @@ async def count_up(folder, names):
     async def count(name):
         async with remembering(folder.parent / name, embed=None) as service:
             for _ in range(100):
-                await service.locks.run("ann", add_one)
+                await service.user("ann").run(add_one)
 
     await asyncio.gather(*map(count, names))
 

@@ -95,7 +95,7 @@ class Service:
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
         vector = (await self.memory.embedder.vectors([query], 60, ""))[query]
         found = self.indexes[user].search(query, vector, k, cut=False)
-        return [(f"{entry.key} {entry.text}", score) for score, entry in found]
+        return [(f"{e.session_id}/{e.key} {e.text}", score) for score, e in found]
 
     async def close(self) -> None:
         await self.memory.close()
