@@ -31,7 +31,6 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
@@ -840,13 +839,13 @@ class Endpoint:
                 found = (await self.ask("models"))["data"]
             return {model["id"]: model.get("max_model_len") for model in found}
 
-    async def look(self) -> None:
+    async def look(self, again: bool = False) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
         That goes into the log, or what to set. Who comes within LOOK_AFTER goes by it.
         """
         async with self.looking:
-            if time.monotonic() - self.looked_at < LOOK_AFTER:
+            if not again and time.monotonic() - self.looked_at < LOOK_AFTER:
                 return
             self.looked_at = time.monotonic()
             told, level = f"{self.setting} at {self.url}", logging.WARNING
@@ -871,7 +870,7 @@ class Endpoint:
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
-            await self.look()
+            await self.look(again=True)
         if not self.model:
             raise Failure(UNAVAILABLE, "The endpoint does not say which models it has.")
         return self.model
@@ -895,21 +894,16 @@ class Endpoint:
             while piece and chunk is not DONE:
                 with self.noted():
                     piece = await anext(pieces, b"")
-                    # Not by a splitter of text: JSON may hold U+2028 and U+0085.
-                    *lines, rest = (rest + (piece or b"\n")).split(b"\n")
+                # Not by a splitter of text: JSON may hold U+2028 and U+0085.
+                *lines, rest = (rest + (piece or b"\n")).split(b"\n")
                 data = (line[5:].strip() for line in lines if line[:5] == b"data:")
-                chunks = map(event_of, data)  # one by one: words before an error count
-                for chunk in iter(partial(self.next_of, chunks), None):
+                for chunk in map(event_of, data):
                     yield chunk
             with suppress(TimeoutError, httpx2.HTTPError):
                 async with asyncio.timeout(0.1):  # read to its end, it is kept
                     await anext(pieces, None)
         finally:
             await response.aclose()
-
-    def next_of(self, chunks: Iterator[Json]) -> Json | None:
-        with self.noted():
-            return next(chunks, None)
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
@@ -962,12 +956,15 @@ class Endpoint:
 
 
 def event_of(data: bytes) -> Json:
-    """Return the JSON of an event, or DONE."""
+    """Return the JSON of an event, or DONE. Raises Failure."""
     if data == b"[DONE]":
         return DONE
-    chunk = json.loads(data.decode("utf-8", "replace") or "{}")
-    if chunk.get("error"):
-        raise ValueError(chunk["error"])
+    try:
+        chunk = json.loads(data.decode("utf-8", "replace") or "{}")
+        if chunk.get("error"):
+            raise ValueError(chunk["error"])
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise Failure(UNAVAILABLE, "The model's endpoint failed.") from error
     return chunk
 
 
