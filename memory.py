@@ -24,6 +24,7 @@ before anyone hears of it and learned afterwards, in the background, by one call
 import asyncio
 import fcntl
 import functools
+import glob
 import hashlib
 import heapq
 import itertools
@@ -1651,8 +1652,10 @@ def fit_context(
             hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
         elif hints.said:
             hints.said.pop()
-        elif summary or costs:
-            summary, costs = "", [] if not summary else costs
+        elif summary:
+            summary = ""
+        elif costs:
+            costs = []
         else:
             raise ValueError("the message does not fit the model's context")
     if summary:
@@ -1696,37 +1699,35 @@ class Embedder:
         self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
 
     async def vectors(
-        self, texts: Iterable[str], timeout: float, prefix: str
-    ) -> dict[str, np.ndarray]:
-        """Return by text the vectors there in time, seconds; what is under way goes on."""
+        self, texts: list[str], timeout: float, prefix: str
+    ) -> list[np.ndarray | None]:
+        """Return the vectors there in time, seconds; what is under way goes on."""
         # Models take some 512 tokens; servers refuse more, or cut.
-        full = {text: cut(prefix + text, 1500) for text in texts}
-        new = [text for text in dict.fromkeys(full.values()) if text not in self.asked]
-        if not self.embed or not full:
-            return {}
-        if new:
+        texts = [cut(prefix + text, 1500) for text in texts]
+        new = [text for text in dict.fromkeys(texts) if text not in self.asked]
+        found: dict[str, np.ndarray] = {}
+        if self.embed and new:
             self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
-        tasks = {text: self.asked[long] for text, long in full.items()}
-        done, _ = await asyncio.wait({*tasks.values()}, timeout=timeout)
-        found = {t: task.result() for t, task in tasks.items() if task in done}
-        return {t: some[full[t]] for t, some in found.items() if full[t] in some}
+        if self.embed and texts:
+            asked = {self.asked[text] for text in texts}
+            for task in (await asyncio.wait(asked, timeout=timeout))[0]:
+                found |= task.result()
+        self.degraded.note("embeddings", failed=not found)
+        return [found.get(text) for text in texts]
 
     async def query_vector(self, query: str) -> np.ndarray | None:
         limit, prefix = self.settings.embedding_timeout, self.settings.query_prefix
-        found = (await self.vectors([query], limit, prefix)).get(query)
-        self.degraded.note("embeddings", failed=found is None)
-        return found
+        return (await self.vectors([query], limit, prefix))[0]
 
     async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed
         try:
-            vectors = [unit_vector(vector) for vector in await self.embed(texts)]
+            vectors = map(unit_vector, await self.embed(texts))
             found = dict(zip(texts, vectors, strict=True))
             gone = list(self.asked)[:-2000]
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
             found, gone = {}, texts
-        self.degraded.note("embeddings", failed=not found)
         for text in gone:
             self.asked.pop(text, None)
         return found
@@ -1797,7 +1798,7 @@ class Memory:
 
     async def close(self) -> None:
         """End learning (what is not done stays on disk) and write the vectors."""
-        tasks = [*self.learner.stop(), *self.embedder.asked.values()]
+        tasks = [*self.learner.tasks, *self.embedder.asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -1821,9 +1822,7 @@ class Memory:
         return self.users[key]
 
     def named(self, user_id: str) -> "User":
-        user = self.user(folder_name(normal_name(user_id)))
-        user.used = asyncio.get_running_loop().time()
-        return user
+        return self.user(folder_name(normal_name(user_id)))
 
     def evict(self) -> bool:
         """Forget who was away longest where too much is held; tell whether it still is."""
@@ -1847,7 +1846,7 @@ class Memory:
         """
         name, session_id = normal_name(user_id), str(UUID(session_id))
         user = self.named(name)
-        user.busy += 1
+        user.busy, user.used = user.busy + 1, asyncio.get_running_loop().time()
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
                 begun = await user.run(user.files.begin, name, session_id)
@@ -1883,39 +1882,32 @@ class Memory:
         self, user: "User", query: str, k: int, rerank: bool = True
     ) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
+        self.learner.schedule(user.key)  # some facts may have lost their vectors
         vector = await self.embedder.query_vector(query)
-        rerank = rerank and self.rerank is not None
-        count = max(k, RERANKED) if rerank else k
+        count = max(k, RERANKED)
         ranked = await user.run(user.search_facts, query, vector, count)
         degraded = [] if vector is not None else ["embeddings"]
-        self.learner.schedule(user.key)  # some facts may have lost their vectors
-        if rerank and ranked:
-            order = await self.reranked(query, ranked, k)
-            degraded += [] if order else ["rerank"]
-            ranked = order or ranked
+        if rerank and self.rerank and ranked:
+            try:
+                ranked = await self.reranked(query, ranked, k)
+            except Exception:  # whatever the endpoint did: the order stands
+                log.warning("reranking failed", exc_info=True)
+                degraded.append("rerank")
+            self.degraded.note("rerank", failed="rerank" in degraded)
         return ranked[:k], degraded
 
     async def reranked(self, query: str, found: Ranked, k: int) -> Ranked:
-        """Return the k best of what was found as a cross-encoder sees it; none where it fails."""
+        """Return the k best of what was found as a cross-encoder sees it."""
         assert self.rerank
-        order: Ranked = []
-        try:
-            async with asyncio.timeout(self.settings.rerank_timeout):
-                texts = [fact["text"] for _, fact in found]
-                best = await self.rerank(query[:2000], texts, k)
-            scores = [(float(score), place) for place, score in best]
-            # Each once, none missing or made up, whatever the server sends.
-            places = {range(len(found))[place] for _, place in scores if place >= 0}
-            if not len(scores) == len(places) >= min(k, len(found)):
-                raise ValueError("not the best of what was sent")
-            if not all(math.isfinite(score) for score, _ in scores):
-                raise ValueError("no scores")
-            scores.sort(reverse=True)
-            order = [(score, found[place][1]) for score, place in scores]
-        except Exception:  # whatever it did: the order stands
-            log.warning("reranking failed", exc_info=True)
-        self.degraded.note("rerank", failed=not order)
-        return order
+        texts = [fact["text"] for _, fact in found]
+        async with asyncio.timeout(self.settings.rerank_timeout):
+            scores = dict(await self.rerank(query[:2000], texts, k))
+        if not {*range(len(found))} >= {*scores} or len(scores) < min(k, len(found)):
+            raise ValueError("not the best of what was sent")
+        if not all(map(math.isfinite, scores.values())):
+            raise ValueError("no scores")
+        best = sorted(scores, key=lambda place: -scores[place])
+        return [(scores[place], found[place][1]) for place in best]
 
     # The user's own data
 
@@ -1924,10 +1916,11 @@ class Memory:
     ) -> list[Row]:
         """Return a user's facts with their score: all, or at most k that bear on a query."""
         try:
-            state, at = await self.user_data(user_id, load_state), datetime.now(UTC)
-            found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
             if query is not None:
                 found, _ = await self.search(self.named(user_id), query, k)
+            else:
+                state, at = await self.user_data(user_id, load_state), datetime.now(UTC)
+                found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
         except NotFound:
             return []
         return [{**fact, "score": round(score, 4)} for score, fact in found]
@@ -1976,25 +1969,18 @@ class Learner:
         self.memory, self.complete = memory, complete
         self.context_tokens = 8192  # of the model that learns
         self.queue: asyncio.Queue[str] = asyncio.Queue()  # keys of users
-        # When a user is due (seconds of the loop's clock), until he is queued and taken
-        self.timers: dict[str, tuple[float, asyncio.Handle]] = {}
+        # Of users who are to be looked at, until a worker takes them
+        self.timers: dict[str, asyncio.TimerHandle] = {}
         self.pauses: dict[str, float] = {}  # seconds, of users whose learning fails
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
-        self.pending: dict[str, int] = {}  # turns that wait, by user
+        self.pending: Counter[str] = Counter()  # turns that wait, by user
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        workers = range(self.memory.settings.learn_concurrency)
-        self.tasks = [asyncio.create_task(self.work()) for _ in workers]
-        self.tasks.append(asyncio.create_task(self.resume()))
-
-    def stop(self) -> list[asyncio.Task[None]]:
-        """Return the tasks that are to be ended."""
-        for _, timer in self.timers.values():
-            timer.cancel()
-        return self.tasks
+        workers = [self.work() for _ in range(self.memory.settings.learn_concurrency)]
+        self.tasks = [asyncio.create_task(w) for w in [*workers, self.resume()]]
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
@@ -2005,13 +1991,13 @@ class Learner:
 
     def schedule(self, key: str, delay: float | None = None) -> None:
         """Look at a user after some seconds, or sooner where that is planned already."""
+        delay, planned = LEARN_DELAY if delay is None else delay, self.timers.get(key)
         loop = asyncio.get_running_loop()
-        due = loop.time() + (LEARN_DELAY if delay is None else delay)
-        planned, timer = self.timers.get(key, (math.inf, None))
-        if due < planned:
-            if timer:
-                timer.cancel()
-            self.timers[key] = due, loop.call_at(due, self.queue.put_nowait, key)
+        if planned and planned.when() <= loop.time() + delay:
+            return
+        if planned:
+            planned.cancel()
+        self.timers[key] = loop.call_later(delay, self.queue.put_nowait, key)
 
     async def work(self) -> None:
         while True:
@@ -2025,7 +2011,7 @@ class Learner:
             except BlockingIOError:  # another worker or process is at it
                 pause = 0.3
             except NotFound:
-                self.pending.pop(key, None)
+                del self.pending[key]
             except OSError:
                 log.exception("learning cannot read or write a user's files")
                 pause = self.back_off(key)
@@ -2049,14 +2035,15 @@ class Learner:
         if waiting:
             return await self.learn(user, state, waiting)
         del self.pending[user.key]
-        if not await self.embed(user, []):
+        if not await self.embed(user):
             return self.back_off(user.key)
         self.pauses.pop(user.key, None)
+        if not user.is_dirty():
+            return None
         rest = user.used + QUIET - asyncio.get_running_loop().time()
-        if user.is_dirty() and rest > 0 and not self.memory.evict():
+        if rest > 0 and not self.memory.evict():
             return rest
-        if user.is_dirty():
-            await user.run(user.save_vectors)
+        await user.run(user.save_vectors)
         return None
 
     async def learn(
@@ -2166,47 +2153,46 @@ class Learner:
 
         if not await self.memory.change(user, change):
             return
-        said = []
         for turn in batch:
             self.trouble.pop((user.key, turn.key), None)
-            said += message_entries(turn.session_id, [turn.row])
-        await self.embed(user, said)
-        for session_id in dict.fromkeys(turn.session_id for turn in batch):
-            if settings.summaries:
+            user.unembedded += message_entries(turn.session_id, [turn.row])
+        if settings.summaries:
+            for session_id in {turn.session_id for turn in batch}:
                 await self.summarize(user, session_id)
 
-    async def embed(self, user: "User", said: list[Entry]) -> bool:
-        """Embed facts and messages that have no vector; tell whether nothing is missing."""
+    async def embed(self, user: "User") -> bool:
+        """Embed facts and messages that have no vector; tell whether none failed."""
         embedder = self.memory.embedder
-        missing = list(dict.fromkeys(await user.run(user.missing) + said))
+        missing = list(dict.fromkeys(await user.run(user.missing)))
+        user.unembedded = []  # what fails is found again when it is searched
         prefix = embedder.settings.document_prefix
         while missing and embedder.embed:
             batch, missing = missing[:32], missing[32:]  # some servers take no more
             found = await embedder.vectors([e.text for e in batch], 60, prefix)
-            vectors = {e: found[e.text] for e in batch if e.text in found}
-            await user.run(user.remember, vectors)
-            if len(vectors) < len(batch):
+            pairs = zip(batch, found, strict=True)
+            await user.run(user.remember, {e: v for e, v in pairs if v is not None})
+            if any(vector is None for vector in found):
                 return False
         return True
 
     async def summarize(self, user: "User", session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.memory.settings.history_turns
-        room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         transcript = await user.run(user.files.transcript, session_id)
-        if len(transcript.unfolded()) <= 2 * keep:
+        turns = transcript.unfolded()
+        if len(turns) <= 2 * keep:
             return
-        old = transcript.unfolded()[:-keep]
+        old = turns[:-keep]
+        room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         size = room // len(old) // 2
-        said = [(cut(r["query"], size), cut(r["response"], size)) for r in old]
-        turns = [{"query": query, "response": response} for query, response in said]
-        asked = {"previous": cut(transcript.summary, room), "turns": turns}
+        said = [(cut(row["query"], size), cut(row["response"], size)) for row in old]
+        shown = [{"query": query, "response": response} for query, response in said]
+        asked = {"previous": cut(transcript.summary, room), "turns": shown}
         prompt = [message("system", SUMMARY_PROMPT), as_message("user", asked)]
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
-            summary = parse_answer(
-                await ask(self.complete, prompt, form), "summary", str
-            )
+            answer = await ask(self.complete, prompt, form)
+            summary = parse_answer(answer, "summary", str)
         except (BadAnswer, RequestRefused, ConnectionError):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
@@ -2225,15 +2211,10 @@ async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
 
 def find_markers(folder: Path) -> Counter[str]:
     """Return how many sessions of each user have turns to learn; end deletions cut off."""
-    found: Counter[str] = Counter()
-    for key in os.listdir(folder):
-        with suppress(OSError):  # deleted meanwhile, or no folder
-            if key.startswith(".deleted-"):
-                shutil.rmtree(folder / key, ignore_errors=True)
-            elif not key.startswith("."):
-                names = os.listdir(folder / key)
-                found[key] = sum(name.endswith(".unlearned") for name in names)
-    return +found  # those of whom there are any
+    for deleted in folder.glob(".deleted-*"):
+        shutil.rmtree(deleted, ignore_errors=True)
+    # Not by pathlib, which fails where a folder is deleted meanwhile.
+    return Counter(map(os.path.dirname, glob.iglob("*/*.unlearned", root_dir=folder)))
 
 
 # --- One turn ---
@@ -2262,7 +2243,7 @@ class Turn:
         said = self.just_said(history)
         said = said[: fitting(said, settings.hint_tokens // 3)]
         room = settings.hint_tokens - sum(map(line_tokens, said))
-        at, facts = datetime.now(UTC), list(self.state.facts.values())
+        at, facts = datetime.now(UTC), [*self.state.facts.values()]
         all_fit = fitting([fact["text"] for fact in facts], room) == len(facts)
         first = facts if all_fit else [f for f in facts if f["kind"] == "profile"]
         ranked = [(fact_score(fact, at), fact) for fact in first]
@@ -2273,21 +2254,20 @@ class Turn:
             have, k = [fact["id"] for _, fact in chosen], settings.hint_k
             search = self.memory.search
             found, degraded = await search(self.user, message, k + len(have))
-            more = [pair for pair in found if pair[1]["id"] not in have][:k]
-            room -= sum(line_tokens(fact["text"]) for _, fact in chosen)
-            chosen += take(more, room)
-        shown = [{**fact, "score": round(score, 4)} for score, fact in chosen]
-        kept = ("id", "text", "kind", "score")
-        return Hints([{n: f[n] for n in kept} for f in shown], said, degraded)
+            more = [pair for pair in found if pair[1]["id"] not in have]
+            chosen = take(chosen + more[:k], room)
+        shown: list[Row] = [
+            {"id": f["id"], "text": f["text"], "kind": f["kind"], "score": round(s, 4)}
+            for s, f in chosen
+        ]
+        return Hints(shown, said, degraded)
 
     def just_said(self, history: Iterable[str] | None) -> list[str]:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
-        new, before = self.unlearned, set(history or ())
-        if history is None:
-            verbatim = {f"{self.session_id}/{row['turn']}" for row in self.turns}
-            new = [turn for turn in new if turn.key not in verbatim]
-        queries = [turn.row["query"] for turn in reversed(new)]
-        return [quoted(query[:1000]) for query in queries if query not in before]
+        shown = [row["query"] for row in self.turns] if history is None else history
+        said = (turn.row["query"] for turn in reversed(self.unlearned))
+        before = {*shown}
+        return [quoted(query[:1000]) for query in said if query not in before]
 
     async def save(
         self,
@@ -2313,19 +2293,25 @@ class Turn:
             NotFound: The user or the session was deleted meanwhile.
             OSError: It could not be written; the transcript is as it was.
         """
-        row: Row = {"turn": self.number, "query": query, "response": response}
-        row |= {"status": status, "reasoning_mode": reasoning_mode, "rounds": rounds}
-        row |= {"tools": list(tools), "started_at": started_at or now()}
-        row["ended_at"] = now()
+        row = {
+            "turn": self.number,
+            "query": query,
+            "response": response,
+            "status": status,
+            "reasoning_mode": reasoning_mode,
+            "rounds": rounds,
+            "tools": [*tools],
+            "started_at": started_at or now(),
+            "ended_at": now(),
+        }
         [checked] = TURNS.validate_python([row], strict=True)
         await to_the_end(asyncio.ensure_future(self.append(checked)))
 
     async def append(self, row: TurnRow) -> None:
-        pending, key = self.memory.learner.pending, self.user.key
-        append = self.user.files.append
+        user, id = self.user, self.state.id
         with self.memory.degraded.noting("storage"):
-            await self.user.run(append, self.state.id, self.session_id, row)
-        pending[key] = pending.get(key, 0) + 1
+            await user.run(user.files.append, id, self.session_id, row)
+        self.memory.learner.pending[user.key] += 1
 
     # Tools for the model: user and session are bound, never arguments.
 

@@ -70,7 +70,7 @@ async def complete(messages: Any, schema: Any) -> str:
 async def learned(service: memory.Memory) -> None:
     learner, soon = service.learner, asyncio.get_running_loop().time
     while learner.pending or any(
-        due < soon() + 1 for due, _ in learner.timers.values()
+        timer.when() < soon() + 1 for timer in learner.timers.values()
     ):
         await asyncio.sleep(0.002)
 

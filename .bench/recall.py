@@ -93,7 +93,7 @@ class Service:
         return found.past.index(entries)
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
-        vector = (await self.memory.embedder.vectors([query], 60, ""))[query]
+        vector = (await self.memory.embedder.vectors([query], 60, ""))[0]
         found = self.indexes[user].search(query, vector, k, cut=False)
         return [(f"{e.session_id}/{e.key} {e.text}", score) for score, e in found]
 
