@@ -1635,15 +1635,15 @@ def fit_context(
 ) -> tuple[list[Message], Hints]:
     """Return the messages of a prompt, and the hints that are in it; ValueError: too long.
 
-    Made for the prefix cache: what changes comes last. Beyond `limit` tokens these are
-    dropped, in this order: the oldest turns in blocks, down to two; the hints, lowest
-    score first; the summary. The user's message, `text`, is never cut.
+    What changes comes last, for the prefix cache. Beyond `limit` tokens are dropped, in
+    this order: the oldest turns in blocks, down to two; the hints, lowest score first;
+    the summary; these two turns. The user's message, `text`, is never cut.
     """
     costs = [count_tokens(turn["query"] + turn["response"]) + 8 for turn in turns]
+    day = datetime.now(UTC)
     hints = replace(hints, facts=[*hints.facts], said=[*hints.said])
     while True:
-        shown = hints.block(datetime.now(UTC))
-        size = sum(map(count_tokens, (system, summary, shown, text)))
+        size = sum(map(count_tokens, (system, summary, hints.block(day), text)))
         if size + sum(costs) + 16 <= limit:
             break
         if len(costs) > 2:
@@ -1652,19 +1652,17 @@ def fit_context(
             hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
         elif hints.said:
             hints.said.pop()
-        elif summary:
-            summary = ""
-        elif costs:
-            costs = []
+        elif summary or costs:
+            summary, costs = "", [] if not summary else costs
         else:
             raise ValueError("the message does not fit the model's context")
     if summary:
         system += f"\n\nEarlier in this conversation:\n{summary}"
     prompt = [message("system", system)]
     for turn in turns[len(turns) - len(costs) :]:
-        prompt.append(message("user", turn["query"]))
-        prompt.append(message("assistant", turn["response"] or "(interrupted)"))
-    return [*prompt, message("user", f"{shown}\n\n{text}")], hints
+        answer = turn["response"] or "(interrupted)"
+        prompt += [message("user", turn["query"]), message("assistant", answer)]
+    return [*prompt, message("user", f"{hints.block(day)}\n\n{text}")], hints
 
 
 # --- Memory ---
@@ -1884,8 +1882,7 @@ class Memory:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
         vector = await self.embedder.query_vector(query)
-        count = max(k, RERANKED)
-        ranked = await user.run(user.search_facts, query, vector, count)
+        ranked = await user.run(user.search_facts, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
         if rerank and self.rerank and ranked:
             try:
@@ -1985,8 +1982,8 @@ class Learner:
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
         found = await self.memory.locks.in_thread(find_markers, self.memory.folder)
-        for key, count in found.items():
-            self.pending.setdefault(key, count)
+        self.pending |= found
+        for key in found:
             self.schedule(key)
 
     def schedule(self, key: str, delay: float | None = None) -> None:
@@ -2156,6 +2153,7 @@ class Learner:
         for turn in batch:
             self.trouble.pop((user.key, turn.key), None)
             user.unembedded += message_entries(turn.session_id, [turn.row])
+        await self.embed(user)
         if settings.summaries:
             for session_id in {turn.session_id for turn in batch}:
                 await self.summarize(user, session_id)
@@ -2185,9 +2183,11 @@ class Learner:
         old = turns[:-keep]
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         size = room // len(old) // 2
-        said = [(cut(row["query"], size), cut(row["response"], size)) for row in old]
-        shown = [{"query": query, "response": response} for query, response in said]
-        asked = {"previous": cut(transcript.summary, room), "turns": shown}
+        said = [
+            {"query": cut(row["query"], size), "response": cut(row["response"], size)}
+            for row in old
+        ]
+        asked = {"previous": cut(transcript.summary, room), "turns": said}
         prompt = [message("system", SUMMARY_PROMPT), as_message("user", asked)]
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
@@ -2264,10 +2264,9 @@ class Turn:
 
     def just_said(self, history: Iterable[str] | None) -> list[str]:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
-        shown = [row["query"] for row in self.turns] if history is None else history
-        said = (turn.row["query"] for turn in reversed(self.unlearned))
-        before = {*shown}
-        return [quoted(query[:1000]) for query in said if query not in before]
+        shown = {row["query"] for row in self.turns} if history is None else {*history}
+        said = [turn.row["query"] for turn in reversed(self.unlearned)]
+        return [quoted(query[:1000]) for query in said if query not in shown]
 
     async def save(
         self,
