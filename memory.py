@@ -2349,14 +2349,16 @@ class Turn:
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, when the user asks for it; several that fit are listed: ask which one."""
-        # By words alone: nothing goes for a likeness of vectors.
-        found = await self.user.run(self.user.search_facts, query, None, 5)
-        facts, asked = [fact for _, fact in found], {*content_words(query)} - STOP
+        words = await self.user.run(self.user.search_facts, query, None, 5)
+        # What is only alike in meaning is asked about.
+        alike = [] if words else (await self.memory.search(self.user, query, 5))[0]
+        facts = [fact for _, fact in words or alike]
+        asked = {*content_words(query)} - STOP
         exact = [f for f in facts if asked and asked <= {*content_words(f["text"])}]
         facts = exact if len(exact) == 1 else facts
         if not facts:
             return "Nothing was forgotten: no fact fits."
-        if len(facts) > 1:
+        if alike or len(facts) > 1:
             listed = "\n".join(hint_line(fact["text"]) for fact in facts)
             return f"Nothing was forgotten. Ask which of these is meant:\n{listed}"
         memory, delete = self.memory, {"op": "delete", "id": facts[0]["id"]}

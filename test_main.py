@@ -3236,7 +3236,7 @@ def test_forget_memory_forgets_one_clear_hit_and_lists_several(chat, model):
     several = forget("chess")
     assert monday in several and friday in several and len(chat.facts()) == 14
     assert friday in forget("chess on Fridays")
-    assert "no fact" in forget("chromodynamics")
+    assert "Nothing was forgotten" in forget("chromodynamics")
     assert set(chat.facts()) == {*PLACES, monday}
 
 
@@ -5781,6 +5781,8 @@ def fuzz(operation, mode):
     @settings(max_examples=25, deadline=None, suppress_health_check=HealthCheck)
     @given(operation.as_strategy(generation_mode=mode))
     def send(case):
+        if len(repr(case.query)) > 8000:
+            return  # uvicorn's parser closes the connection at 64 KiB of request line
         replies = [case.call(timeout=30)]
         if "user_id" in (case.path_parameters or {}):
             case.path_parameters["user_id"] = "fuzz"  # who has something to lose
