@@ -2260,8 +2260,9 @@ def test_nothing_is_written_outside_the_data_folder_and_nothing_printed(
     assert not [line for line in stdout.splitlines() if '" 20' not in line], stdout
     [warned] = [n for n in stderr.splitlines() if not n.startswith("INFO:  ")]
     assert "API_KEY" in warned
-    for word in (str(data), "CHAT_MODEL is stand-in", "EMBEDDING_MODEL is stand-in"):
-        assert word in stderr
+    assert str(data) in stderr
+    for name in ("CHAT_MODEL", "EMBEDDING_MODEL"):
+        assert f"{name} at {model.url} is stand-in" in stderr
 
 
 BAD_SETTINGS = [
