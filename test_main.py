@@ -2962,10 +2962,17 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         for n, (turn, (_, response)) in enumerate(zip(batch, pairs, strict=True)):
             turn.row["ended_at"] = f"2026-11-21T10:0{n}:00Z"
             turn.row["response"] = response
-        facts = {str(n): {"id": str(n), "text": text} for n, text in enumerate(texts)}
-        user, state = service.memory.named("x"), memory.State(facts=facts)
+        user, learner = service.memory.named(uuid.uuid4().hex), service.memory.learner
+        about = {"kind": "profile", "importance": 0.5, "frequency": 1, "source": "-/1"}
+        about |= dict.fromkeys(("created_at", "last_seen_at"), "2026-11-20T10:00:00Z")
+        facts = [about | {"id": str(n), "text": text} for n, text in enumerate(texts)]
+        async with service.memory.turn(user.key, A):
+            pass  # makes the folder
+        state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
+        await user.locks.in_thread(user.files.write, state)
+        await learner.embed(user)
         after = dict(enumerate(texts))
-        found = await service.memory.learner.propose(user, state, batch, 0)
+        found = await learner.propose(user, state, batch, 0)
         for number, operation in enumerate(found, 1000):
             id, text = int(operation.get("id", number)), operation.get("text")
             if text is None:
