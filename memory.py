@@ -1967,7 +1967,8 @@ class Learner:
         self.context_tokens = 8192  # of the model that learns
         self.queue: asyncio.Queue[str] = asyncio.Queue()  # keys of users
         # Of users who are to be looked at, until a worker takes them
-        self.timers: dict[str, asyncio.TimerHandle] = {}
+        # Seconds of the loop's clock beside each: uvloop's handles have no `when()`.
+        self.timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self.pauses: dict[str, float] = {}  # seconds, of users whose learning fails
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
@@ -1988,13 +1989,13 @@ class Learner:
 
     def schedule(self, key: str, delay: float | None = None) -> None:
         """Look at a user after some seconds, or sooner where that is planned already."""
-        delay, planned = LEARN_DELAY if delay is None else delay, self.timers.get(key)
         loop = asyncio.get_running_loop()
-        if planned and planned.when() <= loop.time() + delay:
-            return
-        if planned:
-            planned.cancel()
-        self.timers[key] = loop.call_later(delay, self.queue.put_nowait, key)
+        due = loop.time() + (LEARN_DELAY if delay is None else delay)
+        planned, timer = self.timers.get(key, (math.inf, None))
+        if due < planned:
+            if timer:
+                timer.cancel()
+            self.timers[key] = due, loop.call_at(due, self.queue.put_nowait, key)
 
     async def work(self) -> None:
         while True:

@@ -5330,8 +5330,8 @@ def leave_strays(folder):
 
 def is_idle(memory, key):
     """Tell whether a user was learned from, and nothing is left but vectors to be written."""
-    timer = memory.learner.timers.get(key)
-    return timer is not None and timer.when() > time.monotonic() + 5
+    due, _ = memory.learner.timers.get(key, (0, None))
+    return due > time.monotonic() + 5
 
 
 @pytest.fixture
