@@ -55,6 +55,9 @@ from tinydb import TinyDB
 import memory
 import tools
 
+if not demo:
+    import main  # reads the environment
+
 # --- The stand-in endpoint ---
 
 
@@ -66,12 +69,10 @@ class StandIn:
     """
 
     def __init__(self):
-        self.replies: deque = (
-            deque()
-        )  # SSE events, as dicts or bytes; or (status, body)
-        self.operations: deque = (
-            deque()
-        )  # answers to learnings: str, list or (status, body)
+        # Streams, of SSE events as dicts or bytes, and answers to learnings, as a str or
+        # a list of operations; or (status, body).
+        self.replies: deque = deque()
+        self.operations: deque = deque()
         self.requests: list[dict] = []  # streamed
         self.learnings: list[dict] = []
         self.summaries: list[dict] = []
@@ -89,6 +90,9 @@ class StandIn:
         self.pause = 0.0  # seconds between tokens
         self.headers: list[dict] = []
         self.connections: set = set()  # that streams came over
+        self.refuse = lambda request: None  # returns the message of a 400
+        self.models_status, self.context = 200, 8192  # what the list of models tells
+        self.summary = ""  # of any session; empty: what its turns say
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -103,8 +107,9 @@ class StandIn:
         self.headers.append(dict(scope["headers"]))
         path = scope["path"]
         if path.endswith("/models"):
-            model = {"id": "stand-in", "object": "model", "max_model_len": 8192}
-            await self.json(send, {"object": "list", "data": [model]})
+            model = {"id": "stand-in", "object": "model", "max_model_len": self.context}
+            models = {"object": "list", "data": [model]}
+            await self.json(send, models, self.models_status)
         elif path.endswith("/embeddings"):
             await self.embed(request, send)
         elif path.endswith("/v1/rerank"):
@@ -114,18 +119,22 @@ class StandIn:
             status, value = said if isinstance(said, tuple) else (200, said)
             await self.json(send, {} if value is WAIT else value, status)
         elif path.endswith("/chat/completions"):
-            answer = self.stream if request.get("stream") else self.complete
-            if request.get("stream"):
+            stream = request.get("stream")
+            if message := self.refuse(request):
+                (self.requests if stream else self.learnings).append(request)
+                await self.json(send, {"error": {"message": message}}, 400)
+            elif stream:
                 self.connections.add(scope["client"])
-            await answer(request, send, receive)
+                await self.stream(request, send, receive)
+            else:
+                await self.complete(request, send)
         else:
             await self.json(send, {"error": {"message": "no such route"}}, 404)
 
     async def json(self, send, value, status=200, headers=()):
         headers = [(b"content-type", b"application/json"), *headers]
-        await send(
-            {"type": "http.response.start", "status": status, "headers": headers}
-        )
+        head = {"type": "http.response.start", "status": status, "headers": headers}
+        await send(head)
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         await send({"type": "http.response.body", "body": content})
 
@@ -143,7 +152,7 @@ class StandIn:
             data.append({"object": "embedding", "index": n, "embedding": encoded})
         await self.json(send, {"object": "list", "data": data, "model": "bag"})
 
-    async def complete(self, request, send, receive):
+    async def complete(self, request, send):
         format_ = (request.get("response_format") or {}).get("json_schema") or {}
         if format_.get("name") == "session_summary":
             self.summaries.append(request)
@@ -151,7 +160,8 @@ class StandIn:
                 await asyncio.sleep(0.01)
             asked = json.loads(request["messages"][-1]["content"])
             told = [asked["previous"], *(turn["query"] for turn in asked["turns"])]
-            content = json.dumps({"summary": " / ".join(filter(None, told))[-400:]})
+            text = self.summary or " / ".join(filter(None, told))[-400:]
+            content = json.dumps({"summary": text}, ensure_ascii=False)
         else:
             self.learnings.append(request)
             while not self.hold_learning.is_set():
@@ -261,11 +271,6 @@ def improvise(request):
     sum_ = re.search(r"\d[\d\s.]*[-+*/^][-+*/^\d\s.()]*\d", message)
     if sum_ and "calculate" in offered:
         return calls(("calculate", {"expression": sum_[0]}), text="Let me calculate. ")
-    if (
-        re.search(r"what time|which time", message, re.IGNORECASE)
-        and "current_time" in offered
-    ):
-        return calls(("current_time", {"timezone": "UTC"}))
     if message.endswith("?"):
         words = {w for w in re.findall(r"\w{4,}", message.lower())}
         lines = re.findall(r'^- "?(.*?)"?$', notes, re.MULTILINE)
@@ -317,19 +322,23 @@ def learn(asked):
 class Server:
     """An ASGI application on a real socket, in a thread of this process."""
 
-    log_level = "warning"
-
     def __init__(self, app, **options):
         self.app, self.socket = app, socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        # As it is installed; with [standard] uvicorn would take others.
-        known = {"http": "h11", "loop": "asyncio", "log_level": self.log_level}
-        options = known | {"log_config": None, "access_log": False} | options
-        self.server = uvicorn.Server(uvicorn.Config(app, **options))
+        # h11, as it is installed; with [standard] uvicorn would take another.
+        options |= {"http": "h11", "log_config": None, "log_level": "warning"}
+        self.server = uvicorn.Server(uvicorn.Config(app, access_log=False, **options))
         self.thread = threading.Thread(
-            target=self.server.run, args=([self.socket],), daemon=True
+            target=asyncio.run, args=[self.serve()], daemon=True
         )
+
+    async def serve(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve([self.socket])
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     def __enter__(self):
         self.thread.start()
@@ -428,39 +437,50 @@ def model(endpoint):
     stand_in.hold_learning.set()
 
 
-@pytest.fixture
-def start(model, tmp_path, monkeypatch):
-    """Return a function that runs the service in this process with given settings."""
-    import main
+@pytest.fixture(scope="session")
+def server():
+    """One server for all tests, since uvicorn takes its time to stop."""
+    with Server(main.app, lifespan="off") as server:
+        yield server
 
-    @contextmanager
+
+@contextmanager
+def serving(server, model, folder, **settings):
+    """Run the service with given settings, and stop it, as uvicorn does; yield a client."""
+    before = getattr(main.app.state, "service", None)  # of a fixture that runs on
+    known = {"BASE_URL": model.url, "OPENAI_API_KEY": "EMPTY", "CHAT_MODEL": ""}
+    known |= {"DATA_DIR": Path(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (known | settings).items():
+            patch.setattr(main, name, value)
+        lifespan = main.lifespan(main.app)
+        server.run(lifespan.__aenter__())
+        try:
+            chat = Chat(server.url, folder)
+            chat.service, chat.model = main.app.state.service, model
+            yield chat
+        finally:
+            for held in (model.gate, model.hold_learning, model.hold_summaries):
+                held.set()
+            server.run(lifespan.__aexit__(None, None, None))
+            main.app.state.service = before
+
+
+@pytest.fixture
+def start(server, model, tmp_path):
+    """Return a function that runs the service in this process with given settings."""
+
     def run(folder=tmp_path / "data", **settings):
-        before = getattr(main.app.state, "service", None)  # of a fixture that runs on
-        known = {"BASE_URL": model.url, "OPENAI_API_KEY": "EMPTY", "CHAT_MODEL": ""}
-        known |= {"EMBEDDING_BASE_URL": model.url, "EMBEDDING_MODEL": "bag"}
-        with monkeypatch.context() as patch:
-            for name, value in (known | settings | {"DATA_DIR": Path(folder)}).items():
-                patch.setattr(main, name, value)
-            try:
-                with Server(main.app) as server:
-                    chat = Chat(server.url, folder)
-                    chat.service = main.app.state.service
-                    try:
-                        yield chat
-                    finally:
-                        model.gate.set()
-                        model.hold_learning.set()
-                        model.hold_summaries.set()
-            finally:
-                main.app.state.service = before
+        known = {"EMBEDDING_BASE_URL": model.url, "EMBEDDING_MODEL": "bag"}
+        return serving(server, model, folder, **(known | settings))
 
     return run
 
 
 @pytest.fixture
-def server_log(caplog, monkeypatch):
+def server_log(caplog):
     """The log, with what uvicorn says."""
-    monkeypatch.setattr(Server, "log_level", "info")
+    caplog.set_level("INFO", "uvicorn.error")
     return caplog
 
 
@@ -643,44 +663,14 @@ def process(folder, url, **environment):
             service.kill()
 
 
-class Picky(StandIn):
-    """A stand-in that may refuse requests."""
-
-    def __init__(self):
-        super().__init__()
-        self.refuse = lambda request: None  # returns the error's message
-
-    async def stream(self, request, send, receive):
-        if message := self.refuse(request):
-            self.requests.append(request)
-            error = {"message": message, "type": "BadRequestError", "code": 400}
-            await self.json(send, {"error": error}, 400)
-        else:
-            await super().stream(request, send, receive)
-
-    async def complete(self, request, send, receive):
-        if message := self.refuse(request):
-            self.learnings.append(request)
-            await self.json(send, {"error": {"message": message}}, 400)
-        else:
-            await super().complete(request, send, receive)
-
-
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One service and one stand-in for tests that need no fresh ones, since starting takes long."""
-    import main
-
-    stand_in, folder = Picky(), tmp_path_factory.mktemp("shared")
-    with pytest.MonkeyPatch.context() as patch, Server(stand_in) as endpoint:
-        known = {"BASE_URL": f"{endpoint.url}/v1", "OPENAI_API_KEY": "EMPTY"}
-        known |= {"DATA_DIR": folder}
-        known |= {"CHAT_MODEL": "", "EMBEDDING_BASE_URL": "", "EMBEDDING_MODEL": ""}
-        for name, value in known.items():
-            patch.setattr(main, name, value)
-        with Server(main.app) as server:
-            chat = Chat(server.url, folder)
-            chat.service, chat.model = main.app.state.service, stand_in
+def shared(server, tmp_path_factory):
+    """One service and one stand-in for tests that need no fresh ones."""
+    stand_in, folder = StandIn(), tmp_path_factory.mktemp("shared")
+    with Server(stand_in, lifespan="off") as endpoint:
+        stand_in.url = f"{endpoint.url}/v1"
+        none = {"EMBEDDING_BASE_URL": "", "EMBEDDING_MODEL": ""}
+        with serving(server, stand_in, folder, **none) as chat:
             yield chat
 
 
@@ -904,8 +894,6 @@ def test_a_token_reaches_the_client_before_the_model_goes_on(chat, model):
 
 
 def test_no_text_of_a_models_can_stop_the_service():
-    import memory
-
     began = time.process_time()
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40):
         memory.storable(text)
@@ -1266,8 +1254,6 @@ def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, mode
 
 @pytest.mark.parametrize("end", ["done", "error"])
 def test_the_answer_of_a_turn_ends_with_its_end(end):
-    import main
-
     async def answer():
         sent, events = [], main.EventStream()
 
@@ -1818,8 +1804,6 @@ def answer_for(chat, host, path="/users/ann/sessions", headers=""):
 
 
 def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
-    import main
-
     assert not main.is_own_host(["localhost", "localhost"])  # h11 is quicker
     with start() as chat:
         for host in OWN_HOSTS:
@@ -1836,8 +1820,6 @@ def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
 
 
 def test_health_answers_head_and_the_schema_warns_of_nothing(chat, recwarn):
-    import main
-
     assert chat.http.head("/health").status_code == 200
     main.app.openapi_schema = None
     assert chat.http.get("/openapi.json").status_code == 200
@@ -1858,8 +1840,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("headers, status", REFUSED.values(), ids=REFUSED)
 def test_every_route_refuses_who_may_not(start, model, headers, status):
-    import main
-
     names = {"user_id": "ann", "session_id": A, "id": "x"}
     body = GOOD | {"user": "ann", "messages": [{"role": "user", "content": "Hi!"}]}
     fields = {
@@ -2449,8 +2429,6 @@ CUT_SHORT = {"message": {"content": '{"operations": ['}, "finish_reason": "lengt
 def test_a_learning_refused_or_cut_is_made_smaller_and_given_up_where_others_succeed(
     start, model, monkeypatch, refusal
 ):
-    import memory
-
     def given_up():
         return chat.http.get("/health").json()["given_up"]
 
@@ -2810,7 +2788,6 @@ MODEL_CASES = [
 
 def heard(*queries):
     """Return turns of a session as learning gets them."""
-    import memory
 
     rows = [{"turn": n, "query": query} for n, query in enumerate(queries, 1)]
     return [memory.Unlearned(A, row) for row in rows]
@@ -2818,8 +2795,6 @@ def heard(*queries):
 
 @pytest.mark.parametrize("case", GATE_CASES, ids=[case[0] for case in GATE_CASES])
 def test_the_gate_keeps_what_was_said_and_may_be_kept(case):
-    import memory
-
     _, _, facts, turns, proposed, kept = case
     shown = [{"id": f"fact {n}", "text": text} for n, text in enumerate(facts)]
     queries = [turn if isinstance(turn, str) else turn[0] for turn in turns]
@@ -2838,15 +2813,11 @@ def test_the_gate_keeps_what_was_said_and_may_be_kept(case):
 
 @pytest.mark.parametrize(("text", "left"), REDACTED)
 def test_secrets_are_cut_out_and_the_rest_stays(text, left):
-    import memory
-
     assert memory.redact(text) == left
 
 
 @pytest.mark.parametrize(("a", "b", "same"), SAME)
 def test_only_a_repetition_is_the_same_fact(a, b, same):
-    import memory
-
     assert memory.same_fact(a, b) is same
     assert memory.same_fact(b, a) is same
 
@@ -2903,8 +2874,6 @@ def test_names_behind_one_verb_become_facts_of_their_own(chat, model):
 
 @pytest.mark.parametrize("junk", ["", "[]", "```json\n[]\n```", "```\n```", "{ }"])
 def test_an_answer_that_says_nothing_is_not_learned_from_as_one(junk):
-    import memory
-
     row = {"query": "I ski", "response": junk, "ended_at": "2026-11-21T10:00:00Z"}
     request = memory.learning_request([], [row], {"query": 99, "response": 99})
     [turn] = json.loads(request["content"])["turns"]
@@ -2921,8 +2890,6 @@ def test_a_quote_that_stands_beside_a_secret_is_one(chat, model):
 
 
 def test_an_update_beats_a_delete_of_the_same_fact():
-    import memory
-
     query = "I left Shell, I'm with Total now"
     delete = change("delete", 0, query)
     update = change("update", 0, query, "User works at Total")
@@ -2948,8 +2915,6 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
 
     The prompt was tuned on the other cases, `REAL_CASES=others`, and on none of these.
     """
-    import main
-    import memory
 
     others = os.environ.get("REAL_CASES") == "others"
     cases = [c for c in MODEL_CASES if (c[0] in REAL_CASES.split()) is not others]
@@ -3111,8 +3076,6 @@ def test_any_query_can_be_searched(chat, model):
 def test_vectors_lost_in_a_crash_or_of_another_model_are_made_again(
     start, model, monkeypatch
 ):
-    import memory
-
     def search(**settings):
         """Search while there are no vectors, until they are on disk again."""
         before = file.read_bytes() if file.exists() else b""
@@ -3167,8 +3130,6 @@ LONG = "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range
     ids=["a paraphrase", "a stray word", "a long message"],
 )
 def test_what_is_meant_passes_the_cut_and_stray_words_do_not(query, means):
-    import memory
-
     # Facts that mean different things, and a last direction that none of them has.
     vectors = np.random.default_rng(1).standard_normal((12, 16)).astype("<f4")
     vectors /= np.linalg.norm(vectors, axis=1)[:, None]
@@ -3291,8 +3252,6 @@ def test_without_summaries_the_budget_drops_old_turns_in_steps(start, model):
 
 
 def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary():
-    import memory
-
     turns = [{"query": f"q{n} " * 50, "response": "r " * 50} for n in range(12)]
     facts = [{"id": n, "text": f"fact {n}", "score": n} for n in range(9)]
 
@@ -3414,8 +3373,6 @@ def test_profile_beyond_twenty_becomes_episodic_and_faded_facts_are_forgotten(
 
 
 def test_a_facts_score_is_importance_freshness_and_frequency():
-    import memory
-
     fact = {"importance": 0.5, "frequency": 1, "last_seen_at": "2026-01-01T00:00:00Z"}
     expected = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
     at = datetime.fromisoformat("2026-01-31T00:00:00Z")
@@ -3523,8 +3480,6 @@ import memory
 
 
 def test_memory_alone_is_a_library_that_does_as_its_docstring_says(tmp_path):
-    import memory
-
     def run(code):
         command = [sys.executable, "-B", "-c", code]
         subprocess.run(command, cwd=tmp_path, env={}, check=True, timeout=60)
@@ -3550,8 +3505,6 @@ UNREADABLE += [{"rounds": "1"}, {"tools": [{"name": object()}]}, {"query": "\ud8
 
 
 def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
-    import memory
-
     async def trial():
         service = memory.Memory(tmp_path, complete=None)
         await service.open()
@@ -3901,9 +3854,7 @@ def as_expected(events):
 
 def turn(shared, *replies, **more):
     """Return the events after `memory` of a new user's turn."""
-    import main
 
-    main.app.state.service = shared.service  # a test before may have had its own
     shared.model.replies.clear()
     shared.model.replies += replies
     reply = shared.post("Go on.", user=f"u{uuid.uuid4().hex}", **more)
@@ -4210,9 +4161,7 @@ def test_any_cut_of_a_stream_gives_the_same(shared, name, in_text, in_bytes, lin
 
 def as_they_come(shared, *replies):
     """Yield the events of a new user's turn as they come."""
-    import main
 
-    main.app.state.service = shared.service
     shared.model.replies.clear()
     shared.model.replies += replies
     body = {"user_id": f"u{uuid.uuid4().hex}", "session_id": A, "message": "Go on."}
@@ -4296,14 +4245,13 @@ def test_several_parts_may_be_refused_one_after_another(shared, picky, caplog):
     assert len(picky.requests) == 4
 
 
-def test_what_is_refused_while_learning_is_left_out_for_all(start, endpoint, caplog):
+def test_what_is_refused_while_learning_is_left_out_for_all(start, model, caplog):
     def refuse(request):
         if (request.get("response_format") or {}).get("type") == "json_schema":
             return "response_format.type must be text or json_object, not json_schema"
         known = [part for part in ("temperature", "max_tokens") if part in request]
         return known and f"Unsupported parameter: '{known[0]}'"
 
-    endpoint.app = model = Picky()
     model.refuse = refuse
     with start() as chat:
         for user in ("ann", "bob"):
@@ -4431,13 +4379,10 @@ def test_a_task_is_planned_and_planned_anew(shared, picky, rounds, plans, result
 
 
 def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
-    import main
-
     def thinking(stream, text):
         return [chunk({"reasoning_content": text}), *stream]
 
     user = {"user_id": "thinker", "session_id": A, "message": "How much?"}
-    main.app.state.service = shared.service
     picky.replies.clear()
     picky.replies += [
         thinking(calls(planned("Add")), "SECRET 1"),
@@ -4459,8 +4404,6 @@ def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
 
 
 def test_at_the_cap_the_answer_is_asked_for_without_calls(shared, picky, monkeypatch):
-    import main
-
     monkeypatch.setattr(main, "MAX_ROUNDS", 3)
     rounds = [calls(planned("a", "b")), calls(compute("2+3")), [sse('"Five."\nstop')]]
     events = turn(shared, *rounds, reasoning_mode=True)
@@ -4473,8 +4416,6 @@ def test_at_the_cap_the_answer_is_asked_for_without_calls(shared, picky, monkeyp
 
 
 def test_a_call_at_the_cap_is_not_run(shared, picky, monkeypatch):
-    import main
-
     monkeypatch.setattr(main, "MAX_ROUNDS", 2)
     for reply, more in (
         (calls(compute("2+3")), []),
@@ -4488,8 +4429,6 @@ def test_a_call_at_the_cap_is_not_run(shared, picky, monkeypatch):
 
 @pytest.mark.parametrize("reasoning", [True, False])
 def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
-    import main
-
     monkeypatch.setattr(main, "MAX_ROUNDS", 1)
     events = turn(shared, [sse('{"content":"Hi."}\nstop')], reasoning_mode=reasoning)
     assert events == said("Hi.")
@@ -5541,8 +5480,6 @@ class Counting(StandIn):
 
 @pytest.mark.parametrize("facts", [0, 40], ids=["no embeddings", "embeddings"])
 def test_a_turn_may_be_cancelled_at_any_await(endpoint, tmp_path, monkeypatch, facts):
-    import main
-
     endpoint.app = model = Counting()
     model.pause = 0.002
     known = dict.fromkeys(("BASE_URL", "EMBEDDING_BASE_URL"), endpoint.url + "/v1")
@@ -5831,8 +5768,6 @@ def test_a_tools_output_is_cut_for_the_client_the_model_and_the_file(
 def test_a_client_that_does_not_read_costs_its_answer_and_nothing_after_it(
     chat, model, monkeypatch
 ):
-    import main
-
     kept = []
 
     class Watched(main.EventStream):
@@ -5871,8 +5806,6 @@ def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, mod
 
 
 def test_users_beyond_the_bound_are_closed_and_opened_again(start, monkeypatch):
-    import memory
-
     monkeypatch.setattr(memory, "CACHE_BYTES", 8000)
     users = [f"user-{n}" for n in range(12)]
     with start() as chat:
@@ -6074,50 +6007,25 @@ def test_a_start_beside_other_processes_does_not_stumble_over_what_they_delete(
 # --- What stands before the model, and what is kept of it ---
 
 
-class Sized(StandIn):
-    """A stand-in whose list of models can fail, and tells another size."""
-
-    failing, size = True, 32_768
-
-    async def json(self, send, value, status=200):
-        if value.get("object") == "list" and "id" in value["data"][0]:
-            value["data"][0]["max_model_len"] = self.size
-            status = 500 if self.failing else 200
-        await super().json(send, value, status)
-
-
-def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(
-    start, model, endpoint
-):
-    endpoint.app = sized = Sized()
+def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(start, model):
+    model.models_status, model.context = 500, 32_768
     long = "longword " * 3_000  # 9,000 tokens: too many for 8,192
     with start(CHAT_MODEL="stand-in", LOOK_AFTER=0.0) as chat:
         assert chat.ask(long)[-1]["code"] == "context_too_long"
         assert answer(chat.ask("Hi!"))  # a size that is not known ends no turn
         assert chat.ask(long)[-1]["code"] == "context_too_long"
-        sized.failing = False
+        model.models_status = 200
         assert answer(chat.ask("Hi again!"))
         assert answer(chat.ask(long))
-    assert len(sized.requests) == 3
-    assert sized.requests[-1]["messages"][-1]["content"].endswith(long)
-
-
-class Wordy(StandIn):
-    """A stand-in whose summaries are as long as its answer may be."""
-
-    async def json(self, send, value, status=200):
-        for choice in value.get("choices", []):
-            if "summary" in choice["message"]["content"]:
-                text = json.dumps({"summary": "总" * 2600}, ensure_ascii=False)
-                choice["message"]["content"] = text
-        await super().json(send, value, status)
+    assert len(model.requests) == 3
+    assert model.requests[-1]["messages"][-1]["content"].endswith(long)
 
 
 @pytest.mark.parametrize("size", [2048, 4096, 8192])
 def test_learnings_and_summaries_of_long_chinese_stay_within_the_context(
-    start, endpoint, size
+    start, model, size
 ):
-    endpoint.app = model = Wordy()
+    model.summary = "总" * 2600  # as long as an answer may be
     with start(CONTEXT_TOKENS=size, HISTORY_TURNS=1, EMBEDDING_MODEL="", EMBEDDING_BASE_URL="") as chat:  # fmt: skip
         for n, length in enumerate([900, 32_000, 2_000, 900, 32_000, 900]):
             chat.ask(f"第{n}次，我喜欢喝茶，".ljust(length, "茶"))
@@ -6409,8 +6317,6 @@ SYSTEMS = {
 
 @pytest.mark.parametrize("messages", SYSTEMS.values(), ids=SYSTEMS)
 def test_there_is_one_system_message_ours_and_then_the_clients(chat, model, messages):
-    import main
-
     complete(chat, messages)
 
     system, *rest = model.requests[0]["messages"]
@@ -6649,8 +6555,6 @@ def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
 
 
 def test_a_route_that_does_not_check_the_token_ends_the_start():
-    import main
-
     app = main.FastAPI(openapi_url=None)
     main.check_routes(app.routes)
     app.get("/users/{user_id}/secrets")(lambda user_id: user_id)
