@@ -8,7 +8,6 @@ written; then it is learned from, in the background. A session's turns run one a
 """
 
 import asyncio
-import base64
 import hashlib
 import hmac
 import ipaddress
@@ -205,6 +204,8 @@ class Failure(Exception):
 
     code: str
     message: str
+    status: int = 0  # of the endpoint's answer
+    said: str = ""  # what the log tells of it
 
 
 REJECTED, UNAVAILABLE = "upstream_rejected", "upstream_unavailable"
@@ -366,7 +367,7 @@ async def run_turn(
             done = await AgentRun(service, turn, request, events).run()
         return events.emit("done", **done)
     except Failure as error:
-        log.warning("turn failed: %s: %.500r", error.code, error.__cause__)
+        log.warning("turn failed: %s: %.500s", error.code, error.said)
         failure = error
     except NotFound:
         said = "The user or session was deleted during the turn; nothing was kept."
@@ -532,7 +533,7 @@ class AgentRun:
         stream = chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
-                await reply.read(chunks, 4 * (chat.context_tokens or 8192))
+                await reply.read(chunks, 4 * chat.context_tokens)
         finally:  # a turn that is interrupted keeps what was said
             done["response"] = reply.text
         done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
@@ -766,35 +767,36 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
 class Endpoint:
     """A server that speaks OpenAI's API, and the model that is asked there."""
 
-    def __init__(self, setting: str, key: str, url: str, model: str):
-        self.setting, self.model = setting, model  # what names the model; "": the first
-        self.url = url or "https://api.openai.com/v1"
+    def __init__(self, key: str, url: str, model: str):
+        self.key, self.url = key, url or "https://api.openai.com/v1"
+        self.model = model if key else ""  # "": the first one there
         self.http = DefaultAioHttpClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"},
             follow_redirects=False,  # they would carry prompts elsewhere
         )
-        self.context_tokens = CONTEXT_TOKENS  # 0: not known
+        self.sizes: Json = {}  # the models there → max_model_len
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         self.answers = False  # to the last request
-        self.looked_at, self.looking = -math.inf, asyncio.Lock()
-        self.told = ""  # what the last look has put into the log
+        self.look_at, self.looking = 0.0, asyncio.Lock()
+
+    @property
+    def context_tokens(self) -> int:
+        return CONTEXT_TOKENS or self.sizes.get(self.model) or 8192
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note for /health how a request went; raise a Failure for whatever went wrong."""
         try:
             yield
-        except Failure:
-            raise
-        except Exception as error:  # noqa: BLE001 (of four libraries, each with its own)
+            self.answers = True
+        except Exception as error:  # noqa: BLE001 (of three libraries, each with its own)
             failure = upstream_failure(error)
             self.answers = failure.code in (REJECTED, TOO_LONG)
-            raise failure from first_cause(error)
-        self.answers = True
+            raise failure
 
     async def request(
-        self, path: str, body: Json | None = None, patience: float = 1
+        self, path: str, body: Json | None, patience: float
     ) -> httpx2.Response:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
@@ -806,66 +808,91 @@ class Endpoint:
             patience: How many times UPSTREAM_TIMEOUT it may be silent.
 
         Raises:
-            openai.APIStatusError, httpx2.TransportError: There is none.
+            Failure: There is none.
         """
+        if not self.key:
+            raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         known: Json = {"headers": {"Content-Type": "application/json"}}
         known["timeout"] = openai.Timeout(patience * UPSTREAM_TIMEOUT, connect=5.0)
-        known["content"] = to_json(body) if body else None
+        method, known["content"] = ("POST", to_json(body)) if body else ("GET", None)
         for pause in (0.5, 0):
             try:
-                method = "POST" if body else "GET"
-                request = self.http.build_request(method, path, **known)
-                response = await self.http.send(request, stream=True)
-                if response.status_code < 300:
-                    return response
-                said = (await response.aread())[:8000].decode("utf-8", "replace")
-                raise openai.APIStatusError(said, response=response, body=None)
-            except (openai.APIStatusError, httpx2.TransportError) as error:
-                status = getattr(error, "status_code", 503)
-                if not pause or (status < 500 and status not in (408, 429)):
-                    raise
+                with self.noted():
+                    request = self.http.build_request(method, path, **known)
+                    response = await self.http.send(request, stream=True)
+                    if response.status_code < 300:
+                        return response
+                    said = (await response.aread())[:8000].decode("utf-8", "replace")
+                    raise refusal(response.status_code, said)
+            except Failure as error:
+                failure = error
+                if failure.code not in (UNAVAILABLE, TIMEOUT):
+                    break
             await asyncio.sleep(pause)
-        raise AssertionError  # never
+        raise failure
 
-    async def ask(self, path: str, body: Json | None = None) -> Json:
+    async def send(
+        self, path: str, request: Json, given: Json, patience: float = 1
+    ) -> httpx2.Response:
+        """Send a request; where the endpoint's error names a part of it, without that.
+
+        What works without a part is asked without it for ten minutes, of everybody. An
+        error that names none of the parts is the request's own fault, and teaches
+        nothing; nor does one that what a client has given may be the reason of.
+
+        Args:
+            given: More of the request, a client's own; sent as it is.
+        """
+        now = time.monotonic()
+        for part in PARTS:
+            if now < self.unsupported.get(part, 0):
+                request = without(request, part)
+        try:
+            return await self.request(path, request | given, patience)
+        except Failure as failure:
+            said = failure.said.lower()
+            named = [part for part, names in PARTS.items() if re.search(names, said)]
+            parts = [part for part in named if without(request, part) != request]
+            if not parts or failure.code != REJECTED:
+                raise
+        response = await self.send(path, without(request, parts[0]), given, patience)
+        if not given and self.unsupported.get(parts[0], 0) < now:
+            log.warning("the endpoint refuses %s: left out for ten minutes", parts[0])
+            self.unsupported[parts[0]] = now + 600
+        return response
+
+    async def ask(self, path: str, body: Json, patience: float = 1) -> Json:
         """Return the JSON of an answer. Raises Failure."""
         with self.noted():
-            return json.loads(await (await self.request(path, body)).aread())
-
-    async def sizes(self) -> Json:
-        """Return the models there, each with its context's size. Raises Failure."""
-        with self.noted():
-            async with asyncio.timeout(2):
-                found = (await self.ask("models"))["data"]
-            return {model["id"]: model.get("max_model_len") for model in found}
+            response = await self.send(path, body, {}, patience)
+            return json.loads(await response.aread())
 
     async def look(self, again: bool = False) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
-        That goes into the log, or what to set. Who comes within LOOK_AFTER goes by it.
+        Who comes within LOOK_AFTER goes by what was found. Raises Failure.
         """
         async with self.looking:
-            if not again and time.monotonic() - self.looked_at < LOOK_AFTER:
+            if not again and time.monotonic() < self.look_at:
                 return
-            self.looked_at = time.monotonic()
-            told, level = f"{self.setting} at {self.url}", logging.WARNING
-            try:
-                sizes = await self.sizes()
-            except Failure as error:
-                told += f": {error.message} {error.__cause__!r:.300}"
-            else:
-                self.model = self.model or next(iter(sizes), "")
-                self.context_tokens = (
-                    self.context_tokens or sizes.get(self.model) or 8192
-                )
-                told += f" is {self.model}"
-                if self.model in sizes:
-                    level = logging.INFO
-                else:
-                    told += f", but must be served there, as are: {[*sizes][:9]}"
-            if told != self.told:
-                start_log.log(level, told)
-                self.told = told
+            self.look_at = time.monotonic() + LOOK_AFTER
+            with self.noted():
+                async with asyncio.timeout(2):
+                    found = (await self.ask("models", {}))["data"]
+                self.sizes = {one["id"]: one.get("max_model_len") for one in found}
+            self.model = self.model or next(iter(self.sizes), "")
+
+    async def introduce(self, setting: str) -> None:
+        """Put into the log of the start which model is used, or what to set."""
+        told = f"{setting} at {self.url}"
+        try:
+            await self.look()
+        except Failure as error:
+            return start_log.warning("%s: %s %.300s", told, error.message, error.said)
+        if self.model in self.sizes:
+            return start_log.info("%s is %s", told, self.model)
+        told += f" is {self.model}, but must be served there"
+        start_log.warning("%s, as are: %s", told, [*self.sizes][:9])
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
@@ -879,15 +906,12 @@ class Endpoint:
         """Yield the chunks of a streamed completion, then DONE. Raises Failure.
 
         Read raw: the client's own chunk models cost four to nine times as much.
-
-        Args:
-            given: More of the request, a client's own; sent as it is.
         """
         request |= {"stream": True, "stream_options": {"include_usage": True}}
         request |= {"model": await self.discover()} | CHAT_EXTRA_BODY
         with self.noted():
             async with asyncio.timeout(UPSTREAM_TIMEOUT):
-                response = await self.send(request, given)
+                response = await self.send("chat/completions", request, given)
         pieces, rest = response.aiter_bytes(), b""
         piece, chunk = b"\n", Json()
         try:
@@ -905,55 +929,6 @@ class Endpoint:
         finally:
             await response.aclose()
 
-    async def complete(self, messages: list[Message], schema: Json) -> str:
-        """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
-
-        Raises:
-            Failure: The endpoint gave no answer, or refuses the request.
-        """
-        model = MEMORY_MODEL or await self.discover()
-        most = min(1500, (self.context_tokens or 8192) // 4)  # the rest is the prompt's
-        request: Json = {"model": model, "messages": messages}
-        request |= {"temperature": 0, "max_tokens": most}
-        request["response_format"] = {"type": "json_schema", "json_schema": schema}
-        switches = "chat_template_kwargs"
-        request |= {n: v for n, v in CHAT_EXTRA_BODY.items() if n == switches}
-        with self.noted():
-            response = await self.send(request, {}, 5)  # nobody waits for it
-            choice = json.loads(await response.aread())["choices"][0]
-            if choice.get("finish_reason") == "length":
-                raise Failure(TOO_LONG, "The answer was cut at its length.")
-            return choice["message"].get("content") or ""
-
-    async def send(
-        self, request: Json, given: Json, patience: float = 1
-    ) -> httpx2.Response:
-        """Send a request; where the endpoint's error names a part of it, without that.
-
-        What works without a part is asked without it for ten minutes, of everybody. An
-        error that names none of the parts is the request's own fault, and teaches
-        nothing; nor does one that what a client has given may be the reason of.
-        """
-        now = time.monotonic()
-        for part in PARTS:
-            if now < self.unsupported.get(part, 0):
-                request = without(request, part)
-        try:
-            body = request | given
-            return await self.request("chat/completions", body, patience)
-        except openai.APIStatusError as error:
-            parts = [part for part in PARTS if without(request, part) != request]
-            parts = [
-                part for part in parts if re.search(PARTS[part], str(error).lower())
-            ]
-            if not parts or upstream_failure(error).code != REJECTED:
-                raise
-        response = await self.send(without(request, parts[0]), given, patience)
-        if not given and self.unsupported.get(parts[0], 0) < now:
-            log.warning("the endpoint refuses %s: left out for ten minutes", parts[0])
-            self.unsupported[parts[0]] = now + 600
-        return response
-
 
 def event_of(data: bytes) -> Json:
     """Return the JSON of an event, or DONE. Raises Failure."""
@@ -964,7 +939,7 @@ def event_of(data: bytes) -> Json:
         if chunk.get("error"):
             raise ValueError(chunk["error"])
     except (ValueError, RecursionError, AttributeError) as error:
-        raise Failure(UNAVAILABLE, "The model's endpoint failed.") from error
+        raise Failure(UNAVAILABLE, "The model's endpoint failed.", 200, repr(error))
     return chunk
 
 
@@ -993,31 +968,36 @@ def without(request: Json, part: str) -> Json:
     return less
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """Return what lies under the layers' own errors, to some of which all is a time-out."""
-    while error.__cause__ and not isinstance(error, TimeoutError):
-        error = error.__cause__
-    return error
+def refusal(status: int, said: str) -> Failure:
+    """Return what a client is told where the endpoint answers with an error."""
+    told = status, said
+    too_long = "context.(length|window)|maximum context|too long"
+    if status == 408:
+        return Failure(TIMEOUT, "The model's endpoint took too long.", *told)
+    if status in (400, 413, 422) and re.search(too_long, said.lower()):
+        return Failure(TOO_LONG, "The conversation does not fit the context.", *told)
+    if 400 <= status < 500 and status != 429:
+        check = {401: " Check its key.", 404: " Check its URL and the model's name."}
+        message = f"The model's endpoint refused the request ({status})."
+        return Failure(REJECTED, message + check.get(status, ""), *told)
+    return Failure(UNAVAILABLE, "The model's endpoint is not available.", *told)
 
 
 def upstream_failure(error: Exception) -> Failure:
-    """Return what a client is told about an endpoint's failure, of whatever layer."""
-    status, cause = getattr(error, "status_code", 0), first_cause(error)
-    if status == 408 or isinstance(cause, TimeoutError):
-        return Failure(TIMEOUT, "The model's endpoint took too long.")
-    too_long = "context.(length|window)|maximum context|too long"
-    if status in (400, 413, 422) and re.search(too_long, str(error).lower()):
-        return Failure(TOO_LONG, "The conversation does not fit the context.")
-    if isinstance(error, RecursionError):
-        return Failure(REJECTED, "The request is nested too deeply.")
-    if 400 <= status < 500 and status != 429:
-        check = {401: " Check its key.", 404: " Check its URL and the model's name."}
-        said = f"The model's endpoint refused the request ({status})."
-        return Failure(REJECTED, said + check.get(status, ""))
-    if isinstance(cause, OSError):
-        said = "The model's endpoint cannot be reached: check its URL and that it runs."
-        return Failure(UNAVAILABLE, said)
-    return Failure(UNAVAILABLE, "The model's endpoint is not available.")
+    """Return what a client is told where the endpoint, or what lies before it, fails."""
+    if isinstance(error, Failure):
+        return error
+    cause: BaseException = error
+    while cause.__cause__ and not isinstance(cause, TimeoutError):
+        cause = cause.__cause__
+    code, message = UNAVAILABLE, "The model's endpoint is not available."
+    if isinstance(cause, TimeoutError):
+        code, message = TIMEOUT, "The model's endpoint took too long."
+    elif isinstance(cause, OSError):
+        message = (
+            "The model's endpoint cannot be reached: check its URL and that it runs."
+        )
+    return Failure(code, message, said=repr(cause))
 
 
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
@@ -1029,30 +1009,25 @@ class Service:
 
     def __init__(self) -> None:
         own = OPENAI_API_KEY, BASE_URL
-        known = {"CHAT_MODEL": (*own, CHAT_MODEL)}
+        self.chat = Endpoint(*own, CHAT_MODEL)
+        self.endpoints = {"CHAT_MODEL": self.chat}
         if EMBEDDING_BASE_URL:
             own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
         if EMBEDDING_BASE_URL or EMBEDDING_MODEL:
-            known["EMBEDDING_MODEL"] = (*own, EMBEDDING_MODEL)
+            self.endpoints["EMBEDDING_MODEL"] = Endpoint(*own, EMBEDDING_MODEL)
         if RERANK_BASE_URL:
-            known["RERANK_MODEL"] = RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL
-        self.endpoints = {n: Endpoint(n, *how) for n, how in known.items() if how[0]}
+            own = RERANK_API_KEY, RERANK_BASE_URL
+            self.endpoints["RERANK_MODEL"] = Endpoint(*own, RERANK_MODEL)
+        embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
+        rerank = self.rerank if RERANK_BASE_URL else None
         settings = memory.Settings(
             *(HINT_TOKENS, HINT_K, HISTORY_TURNS, bool(SUMMARIES), MAX_FACTS),
             *(LEARN_CONCURRENCY, EMBEDDING_TIMEOUT, RERANK_TIMEOUT),
             *(EMBEDDING_QUERY_PREFIX, EMBEDDING_DOCUMENT_PREFIX),
         )
-        embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
-        rerank = self.rerank if "RERANK_MODEL" in self.endpoints else None
         what = self.complete, embed, EMBEDDING_MODEL, rerank, settings
         self.memory = Memory(DATA_DIR, *what)
         self.running: dict[EventStream, tuple[str, str]] = {}  # user, session
-
-    @property
-    def chat(self) -> Endpoint:
-        if "CHAT_MODEL" not in self.endpoints:
-            raise HTTPException(503, NOT_CONFIGURED)
-        return self.endpoints["CHAT_MODEL"]
 
     async def open(self) -> None:
         """Open the memory and look at the endpoints; log what is used, or what to set."""
@@ -1060,14 +1035,13 @@ class Service:
         if not API_KEY:
             said = "everyone who reaches this port can read all memories"
             start_log.warning("API_KEY is not set: %s.", said)
-        await asyncio.gather(*(e.look() for e in self.endpoints.values()))
+        looks = (endpoint.introduce(name) for name, endpoint in self.endpoints.items())
+        await asyncio.gather(*looks)
         if "EMBEDDING_MODEL" in self.endpoints:
             self.memory.use_model(self.endpoints["EMBEDDING_MODEL"].model)
         else:
             start_log.warning(NO_EMBEDDINGS)
-        if "CHAT_MODEL" not in self.endpoints:
-            start_log.warning(NOT_CONFIGURED)
-        elif await self.context_tokens() < 2048:
+        if await self.context_tokens() < 2048:
             start_log.error("Nothing can be learned in a context below 2048 tokens.")
         await self.memory.open()
 
@@ -1086,7 +1060,8 @@ class Service:
 
         `user` is who asks, also where no memory is read or written; "": not known.
         """
-        assert self.chat  # else 503
+        if not self.chat.key:
+            raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         for other in list(self.running):
             if other.closed and other.task.done():
@@ -1105,22 +1080,23 @@ class Service:
 
     async def context_tokens(self) -> int:
         """Return the size of the model's context; the memory learns within it too."""
-        if not self.chat.context_tokens:
-            await self.chat.look()
-        self.memory.learner.context_tokens = self.chat.context_tokens or 8192
-        return self.memory.learner.context_tokens
+        if not (CONTEXT_TOKENS or self.chat.sizes):
+            with suppress(Failure):
+                await self.chat.look()
+        self.memory.learner.context_tokens = self.chat.context_tokens
+        return self.chat.context_tokens
 
     async def health(self) -> Json:
         """Return what works, and since when what does not; nothing is read from disk."""
-        learner, chat = self.memory.learner, self.endpoints.get("CHAT_MODEL")
-        degraded, model = dict(self.memory.degraded), "not configured"
-        if chat:
+        learner, chat = self.memory.learner, self.chat
+        degraded = dict(self.memory.degraded)
+        with suppress(Failure):
             await chat.look()
-            model = chat.model if chat.answers and chat.model else "unreachable"
-        works = chat and model == chat.model and not degraded
+        works = chat.answers and chat.model
+        broken = "unreachable" if chat.key else "not configured"
         return {
-            "status": "ok" if works else "degraded",
-            "model": model,
+            "status": "ok" if works and not degraded else "degraded",
+            "model": chat.model if works else broken,
             "degraded": degraded,
             "pending": sum(learner.pending.values()),
             "given_up": learner.totals["given up"],
@@ -1129,21 +1105,37 @@ class Service:
     # What the memory asks of endpoints
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
-        try:
-            return await self.chat.complete(messages, schema)
+        """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
+
+        Raises:
+            memory.RequestRefused: It, or its answer, is too long, or it has a fault.
+            Failure: The endpoint gave no answer.
+        """
+        model = MEMORY_MODEL or await self.chat.discover()
+        most = min(1500, self.chat.context_tokens // 4)  # the rest is the prompt's
+        request: Json = {"model": model, "messages": messages}
+        request |= {"temperature": 0, "max_tokens": most}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        switches = "chat_template_kwargs"
+        request |= {n: v for n, v in CHAT_EXTRA_BODY.items() if n == switches}
+        try:  # patiently: nobody waits for it
+            found = await self.chat.ask("chat/completions", request, 5)
         except Failure as failure:
-            status = getattr(failure.__cause__, "status_code", 0)
-            if failure.code == TOO_LONG or status in (400, 413, 422):
+            if failure.status in (400, 413, 422):
                 raise memory.RequestRefused(failure.message) from failure
             raise
+        choice = found["choices"][0]
+        if choice.get("finish_reason") == "length":
+            raise memory.RequestRefused("The answer was cut at its length.")
+        return choice["message"].get("content") or ""
 
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
         embedder = self.endpoints["EMBEDDING_MODEL"]
         if not embedder.model:
             self.memory.use_model(await embedder.discover())
-        body = {"model": embedder.model, "input": texts, "encoding_format": "base64"}
+        body = {"model": embedder.model, "input": texts}
         found = (await embedder.ask("embeddings", body))["data"]
-        return [vector_of(row) for row in sorted(found, key=lambda row: row["index"])]
+        return [np.array(row["embedding"], "float32") for row in found]
 
     async def rerank(
         self, query: str, texts: list[str], k: int
@@ -1154,13 +1146,6 @@ class Service:
         body["model"] = await reranker.discover()
         found = (await reranker.ask("rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in found]
-
-
-def vector_of(row: Json) -> np.ndarray:
-    """Return a vector; servers that know no base64 send numbers."""
-    if isinstance(row["embedding"], str):
-        return np.frombuffer(base64.b64decode(row["embedding"]), "<f4")
-    return np.array(row["embedding"], "float32")
 
 
 # --- HTTP ---

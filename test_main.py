@@ -1571,7 +1571,7 @@ def test_requests_go_through_the_proxy_but_for_hosts_that_want_none(
 def test_no_redirect_is_followed(chat, model):
     with Server(StandIn()) as stranger:
         headers = [(b"location", f"{stranger.url}/v1/chat/completions".encode())]
-        model.replies.append((307, {}, headers))
+        model.replies += [(307, {}, headers)] * 2
         assert chat.ask("Hi!")[-1]["code"] == "upstream_unavailable"
     assert not stranger.app.headers
 
