@@ -38,7 +38,7 @@ import httpx2
 import numpy as np
 import openai
 import pydantic_core
-from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from openai import DefaultAioHttpClient
@@ -51,7 +51,7 @@ from pydantic import (
     model_validator,
 )
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import memory
@@ -194,8 +194,7 @@ class TurnRequest:
     session: str = ""
     reasoning: bool = False
     history: list[Message] | None = None  # the client's; None: the transcript's
-    tools: list[Json] | None = None  # the client's; it runs them itself
-    options: Json = field(default_factory=dict)  # for the endpoint
+    options: Json = field(default_factory=dict)  # the client's, for the endpoint
 
 
 @dataclass(eq=False)
@@ -230,26 +229,28 @@ class EventStream(StreamingResponse):
     """
 
     task: asyncio.Task[None]  # the turn
-    ended = False  # `done` or `error` is emitted
     started = False  # the status line is sent
-    closed = False  # nothing more is sent
+    ended = False  # nothing more is emitted
 
     def __init__(self, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
         self.unsent = b""
-        self.ready = asyncio.Event()  # there is something to send
+        self.ready = asyncio.Event()  # there is something new to send
+
+    @property
+    def closed(self) -> bool:
+        return self.ended and not self.unsent
 
     def emit(self, type: str, **fields: Any) -> None:
         """Put an event behind those that wait; nothing follows `done` or `error`."""
         if self.ended:
             return
         self.ended = type in ("done", "error")
-        if self.ended or len(self.unsent) <= MAX_UNREAD:
-            self.unsent += self.encode(type, fields)
-        else:  # nobody reads it
+        if not self.ended and len(self.unsent) > MAX_UNREAD:  # nobody reads it
             self.task.cancel()
-        if self.unsent:
+        elif event := self.encode(type, fields):
+            self.unsent += event
             self.ready.set()
 
     def encode(self, type: str, fields: Json) -> bytes:
@@ -265,21 +266,19 @@ class EventStream(StreamingResponse):
         except (TimeoutError, asyncio.CancelledError):
             log.warning("an answer was cut: nobody reads it, or the service stops")
         finally:
-            self.closed = True
+            self.ended, self.unsent = True, b""
             self.task.cancel()
 
     async def stream_response(self, send: Send) -> None:
-        more = True
-        while more:
-            with suppress(TimeoutError):
+        while not self.closed:
+            try:
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
-            if not self.unsent:
+            except TimeoutError:
                 self.emit("ping")
-            if not self.unsent:  # an answer in one piece has no pings
                 continue
-            body, self.unsent, more = self.unsent, b"", not self.ended
             self.ready.clear()
+            body, more = self.unsent, not self.ended
             async with asyncio.timeout(READ_TIMEOUT):
                 if not self.started:  # the first event decides on the status
                     self.started = True
@@ -287,8 +286,7 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.start", **head})
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
-        # Now, not when all around it has ended: the client may already ask again.
-        self.closed = True
+            self.unsent = self.unsent[len(body) :]
 
 
 class OpenAIStream(EventStream):
@@ -316,27 +314,27 @@ class OpenAIStream(EventStream):
         return b": ping\n\n" if self.stream and type == "ping" else b""
 
     def chunk(self, finish_reason: str | None = None, **delta: Any) -> bytes:
-        delta, self.first = {**self.first, **delta}, {}
-        return self.data(delta=delta, finish_reason=finish_reason)
+        delta, self.first = self.first | delta, {}
+        return self.data([{"index": 0, "delta": delta, "finish_reason": finish_reason}])
 
-    def data(self, usage: Json | None = None, **choice: Any) -> bytes:
+    def data(self, choices: list[Json], usage: Json | None = None) -> bytes:
         """Return a chunk, or without `stream` all of the answer."""
-        whole = {**self.about, "model": self.endpoint.model, "usage": usage}
-        whole["choices"] = [{"index": 0, **choice}] if choice else []
-        return b"data: %b\n\n" % to_json(whole) if self.stream else to_json(whole)
+        known = {"model": self.endpoint.model, "choices": choices, "usage": usage}
+        whole = to_json(self.about | known)
+        return b"data: %b\n\n" % whole if self.stream else whole
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
         extra = {"tool_calls": calls} if calls else {}
         if not self.stream:
-            extra |= {"role": "assistant", "content": done["response"] or None}
-            return self.data(done["usage"], message=extra, finish_reason=reason)
+            said = {"role": "assistant", "content": done["response"] or None} | extra
+            choice = {"index": 0, "message": said, "finish_reason": reason}
+            return self.data([choice], done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
-        end = self.chunk(reason, **extra)
-        end += self.data(done["usage"]) if self.usage else b""
-        return end + b"data: [DONE]\n\n"
+        usage = self.data([], done["usage"]) if self.usage else b""
+        return self.chunk(reason, **extra) + usage + b"data: [DONE]\n\n"
 
     def encode_error(self, code: str, message: str) -> bytes:
         status = STATUS.get(code, 500)
@@ -398,25 +396,22 @@ SORRY = "I could not finish this within the rounds I have."
 NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
+@dataclass
 class AgentRun:
     """One turn's rounds with the model."""
 
-    def __init__(
-        self,
-        service: "Service",
-        turn: memory.Turn | None,
-        request: TurnRequest,
-        events: EventStream,
-    ):
-        self.service, self.turn = service, turn
-        self.request, self.events = request, events
-        self.functions: Json = {}  # on offer, by name
-        self.prompt: Json = {}  # messages and tools
-        self.tools: list[Json] = []  # calls and results
-        self.seen: Counter[tuple[str, str]] = Counter()  # calls, by name and arguments
-        self.steps: list[str] = []  # of the plan, as it stands
-        self.done: Json = {"response": "", "rounds": 0, "usage": Counter()}
-        self.done["turn"] = turn.number if turn else 0
+    service: "Service"
+    turn: memory.Turn | None
+    request: TurnRequest
+    events: EventStream
+    functions: Json = field(default_factory=dict)  # on offer, by name
+    prompt: Json = field(default_factory=dict)  # messages and tools
+    tools: list[Json] = field(default_factory=list)  # calls and results
+    seen: Counter[str] = field(default_factory=Counter)  # calls, as they are written
+    steps: list[str] = field(default_factory=list)  # of the plan, as it stands
+    done: Json = field(
+        default_factory=lambda: {"response": "", "rounds": 0, "usage": Counter()}
+    )
 
     def emit(self, type: str, **fields: Any) -> None:
         self.events.emit(type, round=self.done["rounds"], **fields)
@@ -444,12 +439,13 @@ class AgentRun:
                     tools=self.tools,
                     started_at=began,
                 )
-        return done | {"usage": done["usage"] or None}
+        number = self.turn.number if self.turn else 0
+        return done | {"turn": number, "usage": done["usage"] or None}
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.request.text, self.request.history
-        if not self.request.tools:
+        if "tools" not in self.request.options:
             self.offer_tools()
         hints = Hints([], [], [])
         if turn:
@@ -467,8 +463,8 @@ class AgentRun:
             about = turn.summary, turn.turns, hints, text, room, HISTORY_TURNS
             try:
                 messages, hints = memory.fit_context(SYSTEM, *about)
-            except ValueError as error:
-                raise Failure(TOO_LONG, "The message is too long.") from error
+            except ValueError:
+                raise Failure(TOO_LONG, "The message is too long.") from None
         else:
             block = hints.block(datetime.now(UTC)) if turn else ""
             messages = around_history(history or [], block)
@@ -494,7 +490,7 @@ class AgentRun:
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
         done, again = self.done, False
-        if self.request.tools:
+        if "tools" in self.request.options:
             return await self.pass_on()
         for number in range(1, MAX_ROUNDS + 1):
             capped = number == MAX_ROUNDS or max(self.seen.values(), default=0) > 2
@@ -580,7 +576,7 @@ class AgentRun:
         planning = self.functions.get(call.name) is plan
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        same = call.name, call.text
+        same = call.name + call.text
         self.seen[same] += 1
         if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
@@ -1164,12 +1160,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 # No openapi_url: it would be open to all, as would pages made of it.
-app = FastAPI(
-    title="Chat that remembers",
-    lifespan=lifespan,
-    max_body_size=1 << 20,
-    openapi_url=None,
-)
+app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=1 << 20, openapi_url=None)
 OPEN = ("/", "/health")  # paths for everybody
 OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 
@@ -1183,15 +1174,19 @@ def require_token(app: ASGIApp) -> ASGIApp:
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        path, answer, headers = scope["path"], app, Headers(scope=scope)
-        scope["token"] = token = bearer_token(headers)
+        headers, error = Headers(scope=scope), None
+        # Of two headers somebody else might read the other: joined, they open nothing.
+        scheme, _, token = ", ".join(headers.getlist("Authorization")).partition(" ")
+        scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
         # Whose token it is, if not the key, shows when the route knows the user.
-        formed = is_key(token) or re.fullmatch(rb"[0-9a-f]{64}", token)
-        if API_KEY and not formed and path not in OPEN:
-            answer = http_error(path, 401, "A valid token is needed.")
+        formed = is_key(token) or re.fullmatch("[0-9a-f]{64}", token)
+        if API_KEY and not formed and scope["path"] not in OPEN:
+            bearer = {"WWW-Authenticate": "Bearer"}
+            error = HTTPException(401, "A valid token is needed.", bearer)
         if not API_KEY and not is_own_host(headers.getlist("Host")):
             said = "Not under this host name: set API_KEY, or use an IP address."
-            answer = http_error(path, 403, said)
+            error = HTTPException(403, said)
+        answer = await on_error(Request(scope), error) if error else app
         await answer(scope, receive, send)
 
     return check
@@ -1200,16 +1195,8 @@ def require_token(app: ASGIApp) -> ASGIApp:
 app.add_middleware(require_token)
 
 
-def bearer_token(headers: Headers) -> bytes:
-    """Return a request's token; of two headers, somebody else might read the other."""
-    match [value.split(maxsplit=1) for value in headers.getlist("Authorization")]:
-        case [[scheme, token]] if scheme.lower() == "bearer":
-            return token.encode("latin-1")
-    return b""
-
-
-def is_key(token: bytes) -> bool:
-    return hmac.compare_digest(token, API_KEY.encode())
+def is_key(token: str) -> bool:
+    return hmac.compare_digest(token.encode("latin-1"), API_KEY.encode())
 
 
 def is_own_host(hosts: list[str]) -> bool:
@@ -1226,21 +1213,10 @@ def is_own_host(hosts: list[str]) -> bool:
     return "." not in host or host.endswith(OWN_DOMAINS)
 
 
-def http_error(path: str, status: int, detail: Any, headers: Any = None) -> Response:
-    """Return an error in the shape that clients of a path expect."""
-    content = {"detail": detail}
-    if path.startswith("/v1/"):
-        status = 400 if status == 422 else status
-        if isinstance(detail, list):  # of a body that does not fit
-            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail)
-            detail = "; ".join(told)
-        content = openai_error(status, detail)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else headers
-    return Response(to_json(content), status, headers, "application/json")
-
-
 async def on_error(request: Request, error: Any) -> Response:
-    path = request.scope["path"]
+    """Answer what was raised, in the shape that clients of a path expect."""
+    status, headers = 503, None
+    detail: Any = "The files cannot be read or written."
     match error:
         case RequestValidationError():
             found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
@@ -1249,26 +1225,31 @@ async def on_error(request: Request, error: Any) -> Response:
                 found[0]["msg"] = (
                     "Send it with the header Content-Type: application/json"
                 )
-            return http_error(path, 422, found)
-        case StarletteHTTPException(status_code=status):
-            # 400 is FastAPI's word for a body that it cannot read.
-            status = 422 if status == 400 else status
-            return http_error(path, status, error.detail, error.headers)
+            status, detail = 422, found
+        case HTTPException():
+            status, detail, headers = error.status_code, error.detail, error.headers
         case Failure():
-            return http_error(path, STATUS.get(error.code, 500), error.message)
+            status, detail = STATUS.get(error.code, 500), error.message
         case NotFound():
-            return http_error(path, 404, "Not found")
-    log.error("the user's files cannot be read or written", exc_info=error)
-    return http_error(path, 503, "The files cannot be read or written.")
+            status, detail = 404, "Not found"
+        case _:
+            log.error("the user's files cannot be read or written", exc_info=error)
+    openai_face = request.scope["path"].startswith("/v1/")
+    if status in (
+        400,
+        422,
+    ):  # FastAPI's word for a body that it cannot read, or refuses
+        status = 400 if openai_face else 422
+    content = {"detail": detail}
+    if openai_face:
+        if isinstance(detail, list):
+            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail)
+            detail = "; ".join(told)
+        content = openai_error(status, detail)
+    return Response(to_json(content), status, headers, "application/json")
 
 
-for kind in (
-    RequestValidationError,
-    StarletteHTTPException,
-    Failure,
-    NotFound,
-    OSError,
-):
+for kind in (RequestValidationError, HTTPException, Failure, NotFound, OSError):
     app.add_exception_handler(kind, on_error)
 
 
@@ -1280,7 +1261,7 @@ def authorize(request: Request, user_id: str) -> None:
     token = request.scope["token"]
     if API_KEY and not is_key(token):
         own = hmac.new(API_KEY.encode(), user_id.encode(), hashlib.sha256).hexdigest()
-        if not (user_id and hmac.compare_digest(token, own.encode())):
+        if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
 
 
@@ -1362,19 +1343,19 @@ async def chat(body: ChatBody) -> Response:
 
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
-    metadata = body.metadata or {}
-    session = agreeing_value(request, metadata.get("session_id"), "X-Session-Id")
-    history = [m.model_dump(exclude_unset=True) for m in body.messages]
-    said = [text_of(m) for m in history if m["role"] == "user"] or [""]
-    turn = TurnRequest(said[-1], history=history, tools=body.tools or None)
+    history = [said.model_dump(exclude_unset=True) for said in body.messages]
+    asked = [text_of(said) for said in history if said["role"] == "user"] or [""]
+    turn = TurnRequest(asked[-1], history=history, options=body.model_extra or {})
+    if body.tools:
+        choice = {"tool_choice": body.tool_choice} if body.tool_choice else {}
+        turn.options |= {"tools": body.tools} | choice
     # Not "off" alone: Open WebUI can put the name of its task there.
-    off = request.headers.get("X-Memory", "").strip().lower() not in ("", "on")
-    if body.user and said[-1] and not off and body.store is not False:
-        first = next(filter(None, said))
+    on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
+    named = (body.metadata or {}).get("session_id")
+    session = agreeing_value(request, named, "X-Session-Id")
+    if body.user and asked[-1] and on and body.store is not False:
+        first = next(filter(None, asked))
         turn.user, turn.session = body.user, session_uuid(body.user, session, first)
-    given = {"tools", "tool_choice"} if body.tools else set()
-    turn.options = body.model_dump(include=given, exclude_none=True)
-    turn.options |= body.model_extra or {}
     usage = (body.stream_options or {}).get("include_usage") is True
     answer = OpenAIStream(service().chat, bool(body.stream), usage)
     return service().begin(turn, answer, body.user or "")
@@ -1416,12 +1397,10 @@ async def delete_memories(user: Owner) -> None:
 
 @app.get("/users/{user_id}/sessions")
 async def list_sessions(user: Owner) -> Json:
-    try:
-        return {
-            "sessions": await service().memory.user_data(user, memory.list_sessions)
-        }
-    except NotFound:
-        return {"sessions": []}
+    found: list[Json] = []
+    with suppress(NotFound):
+        found = await service().memory.user_data(user, memory.list_sessions)
+    return {"sessions": found}
 
 
 @app.get("/users/{user_id}/sessions/{session_id}")
