@@ -383,6 +383,12 @@ class Chat:
         assert reply.status_code == 200, reply.text
         return [json.loads(line) for line in reply.text.splitlines()]
 
+    def tell(self, message, session=A, user="ann"):
+        """Say something, wait until it is learned, and return the turn's events."""
+        events = self.ask(message, session, user)
+        self.learned(user)
+        return events
+
     def facts(self, user="ann", **query):
         reply = self.http.get(f"/users/{user}/memories", params=query)
         return [fact["text"] for fact in reply.json()["memories"]]
@@ -518,8 +524,7 @@ def test_the_story_of_shram_and_magnet(chat, model):
     assert "Shram" in answer(later) and "Magnet" in answer(later)
     assert len(of(later, "memory")[0]["facts"]) == 2
 
-    chat.ask("I don't use Magnet anymore", session=B)
-    chat.learned()
+    chat.tell("I don't use Magnet anymore", session=B)
     last = answer(chat.ask("What are the productivity tools that I use?", session=C))
 
     assert "Shram" in last and "Magnet" not in last
@@ -696,7 +701,7 @@ def picky(shared):
     """The shared stand-in, that nothing is known of yet."""
     model = shared.model
     shared.service.chat.unsupported.clear()
-    for kept in (model.requests, model.learnings):
+    for kept in (model.replies, model.requests, model.learnings):
         kept.clear()
     model.gate.clear()
     yield model
@@ -841,8 +846,7 @@ def test_each_event_has_exactly_its_fields_and_one_line_ends_the_stream(chat, mo
 
 
 def test_the_memory_event_says_what_stands_before_the_model(chat, model):
-    chat.ask("I like tea.", session=B)
-    chat.learned()
+    chat.tell("I like tea.", session=B)
     known = of(chat.ask("Hi!", session=C), "memory")[0]
 
     [fact] = known["facts"]
@@ -928,6 +932,7 @@ WRONG_CALLS = [
     (("fail", {}), "the disk is gone"),
     (("fly", {}), "there is no tool 'fly'; the tools are calculate"),
     (("calculate", '{"expression": "1+'), "JSON"),
+    (("convert_units", '["1+1"]'), "JSON"),
     (("calculate", {"sum": "1+1"}), "expression"),
     (("fetch_memory", {"query": "x", "user_id": "bob"}), "query"),
 ]
@@ -959,31 +964,9 @@ def test_calls_that_go_wrong_are_text_for_the_model_and_the_turn_goes_on(
     for text, message, row in zip(texts, sent, kept, strict=True):
         assert message["role"] == "tool" and text in message["content"]
         assert row["content"] == message["content"]
-    for call in asked["tool_calls"]:
-        assert isinstance(json.loads(call["function"]["arguments"]), dict)
-
-
-@pytest.mark.parametrize(
-    "written, again",
-    [
-        (' {"expression":\n"1+1" } ', {"expression": "1+1"}),
-        ("", {}),
-        ("null", {}),
-        ('{"expression": "1+', {}),
-        ('["1+1"]', {}),
-    ],
-    ids=["loose", "empty", "null", "broken", "a list"],
-)
-def test_arguments_go_back_to_the_model_as_a_json_object(chat, model, written, again):
-    model.replies += [calls(("calculate", written)), says("Done.")]
-
-    events = chat.ask("Go!")
-
-    assert of(events, "tool_call")[0]["arguments"] == again
-    [call] = model.requests[1]["messages"][-2]["tool_calls"]
-    assert call["type"] == "function" and call["function"]["name"] == "calculate"
-    assert json.loads(call["function"]["arguments"]) == again
-    assert chat.turns()[0]["tools"][0]["arguments"] == again
+    again = [json.loads(c["function"]["arguments"]) for c in asked["tool_calls"]]
+    assert again == [e["arguments"] for e in of(events, "tool_call")]
+    assert again == [row["arguments"] for row in kept] and again[3:5] == [{}, {}]
 
 
 @pytest.mark.parametrize("last", ["answers", "calls", "says nothing"])
@@ -1045,13 +1028,11 @@ def test_the_memory_tools_are_the_users_own(chat, model):
 
 
 def test_two_users_never_see_each_others_facts(chat, model):
-    chat.ask("I use Shram as productivity tools", user="ann", session=A)
-    chat.learned("ann")
+    chat.tell("I use Shram as productivity tools", user="ann", session=A)
     about_ann = len(model.requests), len(model.learnings)
 
     events = chat.ask("What are the productivity tools I use?", user="bob", session=A)
-    chat.ask("I like tea.", user="bob", session=B)
-    chat.learned("bob")
+    chat.tell("I like tea.", user="bob", session=B)
 
     assert of(events, "memory")[0]["facts"] == []
     asked = model.requests[about_ann[0] :] + model.learnings[about_ann[1] :]
@@ -1063,8 +1044,7 @@ def test_two_users_never_see_each_others_facts(chat, model):
 
 def test_sessions_of_a_user_share_facts_but_not_transcripts(chat, model):
     model.replies.append(says("Zebra."))
-    chat.ask("I like tea, and say an animal. I like tea", session=A)
-    chat.learned()
+    chat.tell("I like tea, and say an animal. I like tea", session=A)
 
     chat.ask("Hi!", session=B)
     chat.ask("Another!", session=A)
@@ -1361,8 +1341,7 @@ def test_a_failing_endpoint_ends_a_turn_in_its_code_at_both_faces(
 def test_a_failed_turn_is_learned_from_but_not_replayed(chat, model):
     model.replies += [says("Cake it is."), [*HELLO, CUT], says("Yes.")]
     chat.ask("I like cake.")
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
 
     assert chat.ask("And now?")[-1]["turn"] == 3
 
@@ -1477,8 +1456,7 @@ NO_ANSWERS = {
 def test_what_is_no_answer_is_no_bad_one(chat, model, reply, caplog):
     """A turn with three bad answers counts as learned; with none it waits."""
     model.operations += [reply] * 2
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
 
     assert chat.facts() == ["User likes tea."]
     assert "no answer while learning" in caplog.text
@@ -1514,8 +1492,7 @@ def test_a_bug_of_ours_is_internal_and_tells_the_client_nothing(
 def test_without_embeddings_the_chat_goes_on_and_says_so(start, model):
     model.embeddings_down = True
     with start(HINT_TOKENS=20) as chat:
-        chat.ask("I use Shram, Magnet, Trello and Notion as productivity tools")
-        chat.learned()
+        chat.tell("I use Shram, Magnet, Trello and Notion as productivity tools")
         facts = chat.facts()
 
         events = chat.ask("Is Trello one of the tools that I use?", session=B)
@@ -1561,8 +1538,7 @@ def test_health_knows_an_endpoint_that_cannot_be_reached(start, closed_port, nam
 def test_models_that_are_set_are_used(start, model):
     settings = {"CHAT_MODEL": "mine", "MEMORY_MODEL": "small", "OPENAI_API_KEY": "k1"}
     with start(**settings) as chat:
-        chat.ask("I like tea.")
-        chat.learned()
+        chat.tell("I like tea.")
 
         assert chat.http.get("/health").json()["model"] == "mine"
     assert model.requests[0]["model"] == "mine"
@@ -1575,8 +1551,7 @@ def test_the_extra_body_is_for_chat_and_of_it_learning_gets_the_templates_switch
 ):
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
     with start(CHAT_EXTRA_BODY=extra) as chat:
-        chat.ask("I like tea.")
-        chat.learned()
+        chat.tell("I like tea.")
 
     assert model.requests[0] | extra == model.requests[0]
     [learning] = model.learnings
@@ -1793,8 +1768,7 @@ def test_a_memory_that_cannot_be_searched_is_named_and_the_turn_goes_on(
         raise RuntimeError("no such module: fts5")
 
     with start(HINT_TOKENS=0) as chat:
-        chat.ask("I like tea.")
-        chat.learned()
+        chat.tell("I like tea.")
         with monkeypatch.context() as patch:
             patch.setattr("memory.Index.search", broken)
             events = chat.ask("Hi!")
@@ -1809,8 +1783,7 @@ def test_a_memory_that_cannot_be_searched_is_named_and_the_turn_goes_on(
 
 
 def test_a_users_facts_are_listed_with_all_their_fields(chat):
-    chat.ask("I use Shram and Magnet as productivity tools")
-    chat.learned()
+    chat.tell("I use Shram and Magnet as productivity tools")
 
     facts = chat.http.get("/users/ann/memories").json()["memories"]
 
@@ -1842,10 +1815,8 @@ def test_a_bad_name_in_a_path_opens_nothing(shared, name):
 
 
 def test_a_facts_history_is_told_and_ends_with_the_fact(chat):
-    chat.ask("My name is Ann")
-    chat.learned()
-    chat.ask("My name is Anna")
-    chat.learned()
+    chat.tell("My name is Ann")
+    chat.tell("My name is Anna")
     [fact] = chat.http.get("/users/ann/memories").json()["memories"]
 
     path = f"/users/ann/memories/{fact['id']}"
@@ -1889,8 +1860,7 @@ def test_what_is_not_there_is_404_and_makes_nothing(chat):
 
 
 def test_what_is_unknown_or_another_users_is_404(chat):
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
     chat.ask("Hi!", user="bob", session=B)
     [fact] = chat.http.get("/users/ann/memories").json()["memories"]
     for user, id, session in (("bob", fact["id"], A), ("ann", B, B)):
@@ -2010,10 +1980,8 @@ def test_nothing_is_written_outside_the_data_folder_and_nothing_printed(
     home.mkdir()
     before = {name: (code / name).stat().st_mtime_ns for name in os.listdir(code)}
     with process(data, model.url, HOME=str(home), TMPDIR=str(home)) as chat:
-        chat.ask("I use Shram and Magnet as productivity tools")
-        chat.learned()
-        chat.ask("I don't use Magnet anymore")
-        chat.learned()
+        chat.tell("I use Shram and Magnet as productivity tools")
+        chat.tell("I don't use Magnet anymore")
         assert len(chat.facts(query="tools", k=5)) == 1
         chat.process.send_signal(signal.SIGTERM)
         chat.process.wait(20)
@@ -2089,10 +2057,8 @@ def ids_of(learning):
 
 def test_a_learning_asks_as_the_contract_says(chat, model):
     model.operations.append([add("User plays chess.", "I play chess")])
-    chat.ask("I play chess")
-    chat.learned()
-    chat.ask("And I swim")
-    chat.learned()
+    chat.tell("I play chess")
+    chat.tell("And I swim")
 
     first, second = model.learnings
     assert first["model"] == "stand-in"
@@ -2111,12 +2077,10 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
 def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
     model.operations.append([add("User lives in Lyon.", "I live in Lyon", "profile", 0.9),
                              add("User has a cat.", "I have a cat")])  # fmt: skip
-    chat.ask("I live in Lyon and I have a cat")
-    chat.learned()
+    chat.tell("I live in Lyon and I have a cat")
     model.operations.append([change("update", 0, "moved to Paris", "User lives in Paris."),
                              change("delete", 1, "my cat died")])  # fmt: skip
-    chat.ask("We moved to Paris, and my cat died")
-    chat.learned()
+    chat.tell("We moved to Paris, and my cat died")
 
     tables = chat.tables("memory.json")
     assert [fact["text"] for fact in tables["facts"]] == ["User lives in Paris."]
@@ -2149,14 +2113,12 @@ AMISS = [  # more than GATE_CASES has
 def test_operations_that_fail_the_gate_are_dropped_alone(chat, model):
     good = add("User drinks green tea.", "I like GREEN   tea!")
     model.operations.append([*AMISS, good, *AMISS])
-    chat.ask("Well, I like green tea")
-    chat.learned()
+    chat.tell("Well, I like green tea")
     assert chat.facts() == ["User drinks green tea."]
 
 
 def test_nothing_is_learned_from_the_assistant_hints_or_tools(chat, model):
-    chat.ask("I like chess")
-    chat.learned()
+    chat.tell("I like chess")
     model.replies.append(calls(("calculate", {"expression": "2+2"})))
     model.replies.append(says("You have a dog named Rex, and 4."))
     model.operations.append([
@@ -2164,8 +2126,7 @@ def test_nothing_is_learned_from_the_assistant_hints_or_tools(chat, model):
         add("User likes four.", '"4"'),
         add("User likes chess a lot.", "User likes chess"),
     ])  # fmt: skip
-    chat.ask("What is 2+2?")
-    chat.learned()
+    chat.tell("What is 2+2?")
     assert chat.facts() == ["User likes chess."]
 
 
@@ -2174,8 +2135,7 @@ def test_what_is_said_again_reinforces_and_what_differs_does_not(chat, model):
              "User has 2 cats.", "User has 3 cats."]  # fmt: skip
     for text in texts:
         model.operations.append([add(text, "something about cats")])
-        chat.ask("something about cats")
-        chat.learned()
+        chat.tell("something about cats")
     facts = chat.tables("memory.json")["facts"]
     assert [(f["text"], f["frequency"]) for f in facts] == [
         ("User likes cats.", 2), ("User does not like cats.", 1),
@@ -2203,8 +2163,7 @@ def test_an_endpoint_without_json_schema_gets_json_object_then_plain_text(chat, 
     operations = {"operations": [add("User likes tea.", "I like tea")]}
     fenced = f"```json\n{json.dumps(operations)}\n```"
     model.operations += [refusal, refusal, "Sure!\n" + fenced]
-    chat.ask("I like tea")
-    chat.learned()
+    chat.tell("I like tea")
     forms = [one.get("response_format", {}).get("type") for one in model.learnings]
     assert forms == ["json_schema", "json_object", None]
     assert chat.facts() == ["User likes tea."]
@@ -2244,11 +2203,9 @@ def test_a_learning_refused_or_cut_is_made_smaller_and_given_up_where_others_suc
         assert given_up() == 0  # nothing had been learned since the start
 
         model.operations += [refusal] * 5
-        chat.ask("I like wine")
-        chat.learned()
+        chat.tell("I like wine")
         assert "User likes wine." not in chat.facts() and given_up() == 1
-        chat.ask("I like cake")
-        chat.learned()
+        chat.tell("I like cake")
         assert "User likes cake." in chat.facts()
 
 
@@ -2283,14 +2240,12 @@ def test_a_later_forget_wins_over_an_earlier_turn_that_still_waits(chat, model):
     chat.ask("forget that I use Magnet")
     model.hold_learning.set()
     chat.learned()
-    chat.ask("forget Magnet", session=B)
-    chat.learned()
+    chat.tell("forget Magnet", session=B)
     assert chat.facts() == []
 
 
 def test_a_marker_with_nothing_behind_it_goes_at_the_next_look(chat, model):
-    chat.ask("I like jazz", session=A)
-    chat.learned()
+    chat.tell("I like jazz", session=A)
     for session in (A, B):  # of a kill after a commit, and of one before a turn
         (chat.folder / f"ann/{session}.unlearned").touch()
     events = chat.ask("I like tea", session=C)
@@ -2675,8 +2630,7 @@ def test_a_quote_that_stands_beside_a_secret_is_one(chat, model):
     query = "I bank with ING and my card PIN is 9034"
     quote = "I bank with ING and my card [removed]"
     model.operations.append([add("User banks with ING.", quote)])
-    chat.ask(query)
-    chat.learned()
+    chat.tell(query)
     assert chat.facts() == ["User banks with ING."]
 
 
@@ -2820,22 +2774,14 @@ def test_beyond_the_budget_only_what_bears_on_the_message_goes_in(start, model):
         assert "visited" not in hints(model.requests[-1])
 
 
-def test_one_embedding_call_alone_stands_before_the_first_token(start, model):
-    with start(HINT_TOKENS=60) as chat:
-        teach(chat, model, PLACES)
-        query = "When did I visit Lima?"
-        assert before_the_first_token(chat, model, query)[1] == [[query]]
-
-
-def test_prefixes_are_put_before_what_is_embedded(start, model):
+def test_one_embedding_call_with_its_prefix_stands_before_the_first_token(start, model):
     known = {"EMBEDDING_QUERY_PREFIX": "query: "}
     known |= {"EMBEDDING_DOCUMENT_PREFIX": "passage: "}
-    with start(HINT_TOKENS=20, **known) as chat:
-        teach(chat, model, PLACES[:4])
-        assert "passage: User visited Cairo in 2002." in flat(model.embedded)
-        model.embedded.clear()
-        chat.ask("Where was I in 2002?", session=B)
-        assert model.embedded[0] == ["query: Where was I in 2002?"]
+    with start(HINT_TOKENS=60, **known) as chat:
+        teach(chat, model, PLACES)
+        assert f"passage: {PLACES[1]}" in flat(model.embedded)
+        query = "When did I visit Lima?"
+        assert before_the_first_token(chat, model, query)[1] == [[f"query: {query}"]]
 
 
 def test_a_query_finds_ones_own_facts_with_a_cut_and_k_is_only_a_bound(start, model):
@@ -2901,8 +2847,7 @@ def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
     with start(HINT_TOKENS=0) as chat:
         teach(chat, model, PLACES)
         for n in range(3):
-            chat.ask(f"Where was I in 200{n}?", session=B)
-            chat.learned()
+            chat.tell(f"Where was I in 200{n}?", session=B)
         texts = flat(model.embedded)
         assert set(PLACES) <= set(texts) and len(texts) == len(set(texts))
 
@@ -3064,8 +3009,7 @@ def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary(
 
 
 def test_a_wiped_memory_does_not_come_back_and_its_sessions_stay(chat, model):
-    chat.ask("I like tea")
-    chat.learned()
+    chat.tell("I like tea")
     model.hold_learning.clear()
     chat.ask("I like jazz")
     wait_for(lambda: len(model.learnings) == 2)
@@ -3082,8 +3026,7 @@ def test_a_wiped_memory_does_not_come_back_and_its_sessions_stay(chat, model):
 def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
     with start(HISTORY_TURNS=1) as chat:
         chat.ask("private matter 1")
-        chat.ask("private matter 2")
-        chat.learned()
+        chat.tell("private matter 2")
         model.hold_summaries.clear()
         chat.ask("private matter 3")
         wait_for(lambda: model.summaries)
@@ -3095,49 +3038,12 @@ def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
         assert b"private" not in (chat.folder / f"ann/{A}.json").read_bytes()
 
 
-def test_a_tool_of_a_turn_writes_nothing_into_a_user_made_anew(chat, model):
-    proposal = calls(("propose_memory", {"items": ["User likes zebras."]}))
-    model.replies += [[WAIT, *proposal], says("ok")]
-    turn = in_background(chat.ask, "I like zebras", A)
-    wait_for(lambda: model.requests)
-    assert chat.http.delete("/users/ann").status_code == 204
-    model.replies.appendleft(says("hello"))
-    chat.ask("hello", session=B)
-    model.gate.set()
-    assert turn.result()[-1]["code"] == "storage_failed"
-    chat.learned()
-    assert chat.facts() == []
-
-
 def test_deleting_a_fact_deletes_its_words_from_all_history(chat, model):
     for message in ("I like Saffron", "forget Saffron", "I like Saffron"):
-        chat.ask(message)
-        chat.learned()
+        chat.tell(message)
     [fact] = chat.http.get("/users/ann/memories").json()["memories"]
     assert chat.http.delete(f"/users/ann/memories/{fact['id']}").status_code == 204
     assert b"Saffron" not in (chat.folder / "ann/memory.json").read_bytes()
-
-
-def test_a_deleted_session_is_not_learned_from(chat, model):
-    model.hold_learning.clear()
-    chat.ask("I like tea", session=A)
-    chat.ask("I like jazz", session=B)
-    wait_for(lambda: model.learnings)
-    assert chat.http.delete(f"/users/ann/sessions/{A}").status_code == 204
-    model.hold_learning.set()
-    chat.learned()
-    assert chat.facts() == ["User likes jazz."]
-
-
-def test_a_deleted_user_stays_deleted(chat, model):
-    model.replies.append([chunk({"content": "I am "}), WAIT, *says("here")])
-    turn = in_background(chat.ask, "I like tea", A)
-    wait_for(lambda: model.requests)
-    assert chat.http.delete("/users/ann").status_code == 204
-    model.gate.set()
-    assert turn.result()[-1]["code"] == "storage_failed"
-    assert not [file for file in files(chat.folder) if "ann" in file]
-    assert chat.http.delete("/users/ann").status_code == 404
 
 
 def test_profile_beyond_twenty_becomes_episodic_and_faded_facts_are_forgotten(
@@ -3148,8 +3054,7 @@ def test_profile_beyond_twenty_becomes_episodic_and_faded_facts_are_forgotten(
         model.operations.append(
             [add(t, "so it is", "profile", 0.5 + n / 100) for n, t in enumerate(texts)]
         )
-        chat.ask("so it is")
-        chat.learned()
+        chat.tell("so it is")
         facts = chat.tables("memory.json")["facts"]
         assert len(facts) == 25
         assert sum(f["kind"] == "profile" for f in facts) == 20
@@ -3161,20 +3066,6 @@ def test_a_facts_score_is_importance_freshness_and_frequency():
     expected = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
     at = datetime.fromisoformat("2026-01-31T00:00:00Z")
     assert memory.fact_score(fact, at) == pytest.approx(expected)
-
-
-def test_a_lost_facts_file_is_learned_again_from_the_transcripts(start, model):
-    with start() as chat:
-        chat.ask("I like tea")
-        chat.ask("I like jazz", session=B)
-        chat.learned()
-    (chat.folder / "ann/memory.json").write_bytes(b'{"facts": {"1"')
-    with start() as chat:
-        events = chat.ask("hello", session=C)
-        assert events[0]["pending"] == 2
-        chat.learned()
-        assert sorted(chat.facts()) == ["User likes jazz.", "User likes tea."]
-        assert list((chat.folder / "ann").glob("memory.json.corrupt-*"))
 
 
 # --- The README, as printed ---
@@ -3255,33 +3146,26 @@ def test_the_readme_names_every_setting_and_the_command_that_ci_runs():
 
 IMPORT_ONLY = """
 import os, sys
+importing = True
 def audit(event, given):
     written = event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    assert not written and event not in ("os.mkdir", "os.rename"), (event, given)
+    made = written or event in ("os.mkdir", "os.rename")
+    assert not (importing and made), (event, given)
 sys.addaudithook(audit)
 import memory
+importing = False
 """
 
 
 def test_memory_alone_is_a_library_that_does_as_its_docstring_says(tmp_path):
-    def run(code):
-        command = [sys.executable, "-B", "-c", code]
-        subprocess.run(command, cwd=tmp_path, env={}, check=True, timeout=60)
-
     shutil.copy(memory.__file__, tmp_path)
-    run(IMPORT_ONLY)
-    assert files(tmp_path) == ["memory.py"]
-
     lines = re.search(r"^    import asyncio\n(?s:.*)", memory.__doc__, re.MULTILINE)
-    for _ in range(2):
-        run(re.sub("^    ", "", lines[0], flags=re.MULTILINE))
+    run_alone(IMPORT_ONLY + re.sub("^    ", "", lines[0], flags=re.MULTILINE), tmp_path)
 
     [transcript] = tmp_path.glob("data/ann~*/6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b.json")
-    with TinyDB(transcript) as db:
-        turns = db.table("turns").all()
-    assert [(turn["turn"], turn["query"], turn["response"]) for turn in turns] == [
-        (n, "What tools do I use?", "Shram and Magnet.") for n in (1, 2)
-    ]
+    [turn] = json.loads(transcript.read_bytes())["turns"].values()
+    assert turn["query"] == "What tools do I use?"
+    assert (turn["turn"], turn["response"]) == (1, "Shram and Magnet.")
 
 
 UNREADABLE = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
@@ -3943,37 +3827,28 @@ def test_any_cut_of_a_stream_gives_the_same(shared, name, in_text, in_bytes, lin
 # Nothing is held back but what may be half of a tag
 
 
-def as_they_come(shared, *replies):
-    """Yield the events of a new user's turn as they come."""
-
-    shared.model.replies.clear()
-    shared.model.replies += replies
-    body = {"user_id": f"u{uuid.uuid4().hex}", "session_id": A, "message": "Go on."}
-    with shared.http.stream("POST", "/chat", json=body) as reply:
-        for line in reply.iter_lines():
-            yield json.loads(line)
-
-
 @pytest.mark.parametrize(
     "text",
     ["Hello", CALL[:22], CALL, "<tool_call>", "```python", "<thinking>", "  Hi", "<think>Hm.</think>\n\nHi"],
     ids=str,
 )  # fmt: skip
 def test_a_plain_answers_first_token_does_not_wait_for_the_second(shared, picky, text):
-    events = as_they_come(shared, [chunk({"content": text}), WAIT, *says(" and so on")])
-    first = next(e for e in events if e["type"] == "token")
-    assert not picky.gate.is_set()
-    assert first["text"] == text.rpartition("</think>")[2].lstrip()
-    picky.gate.set()
-    assert answer(list(events)) == first["text"] + " and so on"
+    picky.replies.append([chunk({"content": text}), WAIT, *says(" and so on")])
+    with streamed(shared, "Go on.", user=uuid.uuid4().hex) as events:
+        first = until(events, "token")["text"]
+        assert not picky.gate.is_set() and first == text.rpartition(">\n")[2].lstrip()
+        picky.gate.set()
+        assert answer(list(events)) == first + " and so on"
 
 
 def test_thinking_does_not_wait_for_its_end(shared, picky):
-    reply = [chunk({"content": "<think>Hm, "}), WAIT, *says("ah.</think>Yes.")]
-    events = as_they_come(shared, reply)
-    assert next(e for e in events if e["type"] == "thinking")["text"] == "Hm, "
-    picky.gate.set()
-    assert answer(list(events)) == "Yes."
+    picky.replies.append(
+        [chunk({"content": "<think>Hm, "}), WAIT, *says("</think>Yes.")]
+    )
+    with streamed(shared, "Go on.", user=uuid.uuid4().hex) as events:
+        assert until(events, "thinking")["text"] == "Hm, "
+        picky.gate.set()
+        assert answer(list(events)) == "Yes."
 
 
 # What an endpoint cannot do
@@ -4039,8 +3914,7 @@ def test_what_is_refused_while_learning_is_left_out_for_all(start, model, caplog
     model.refuse = refuse
     with start() as chat:
         for user in ("ann", "bob"):
-            chat.ask("I like tea.", user=user)
-            chat.learned(user)
+            chat.tell("I like tea.", user=user)
             assert chat.facts(user) == ["User likes tea."]
     *asked, last = model.learnings
     forms = [request["response_format"]["type"] for request in model.learnings]
@@ -4091,34 +3965,6 @@ def compute(expression):
 
 
 FORCED = {"type": "function", "function": {"name": "plan"}}
-TASKS = {  # the model's rounds; the plans, results and rounds' thoughts that come of them
-    "a journey": (
-        [
-            calls(planned("Convert the miles", "Divide by the speed", "Look at the clock")),
-            calls(convert(310, "mi", "km"), ("current_time", {"timezone": "Asia/Tokyo"}),
-                  text="I expect about 500 km. "),
-            calls(planned("Divide 498.9 km by 90 km/h"), text="The clock is known. "),
-            calls(compute("498.9 / 90")),
-            says("About ", "5.5 hours."),
-        ],
-        [(1, ["Convert the miles", "Divide by the speed", "Look at the clock"]),
-         (3, ["Divide 498.9 km by 90 km/h"])],
-        [(2, "convert_units", True), (2, "current_time", True), (4, "calculate", True)],
-    ),
-    "a tool that fails": (
-        [
-            calls(planned("Convert cubits to m", "Square it")),
-            calls(convert(3, "cubit", "m")),
-            calls(planned("Multiply by 0.4572 by hand", "Square it"),
-                  compute("3 * 0.4572"), text="There is no such unit. "),
-            calls(compute("1.3716 ^ 2")),
-            says("1.881 m², by 0.4572 m a cubit, which no tool confirmed."),
-        ],
-        [(1, ["Convert cubits to m", "Square it"]),
-         (3, ["Multiply by 0.4572 by hand", "Square it"])],
-        [(2, "convert_units", False), (3, "calculate", True), (4, "calculate", True)],
-    ),
-}  # fmt: skip
 
 
 def steps_and_rounds(message):
@@ -4131,19 +3977,34 @@ def told(steps):
     return " ".join(f"{n}. {step}" for n, step in enumerate(steps, 1))
 
 
-@pytest.mark.parametrize("rounds, plans, results", TASKS.values(), ids=TASKS.keys())
-def test_a_task_is_planned_and_planned_anew(shared, picky, rounds, plans, results):
-    events = turn(shared, *rounds, reasoning_mode=True)
-    requests = picky.requests
+def test_a_task_is_planned_and_planned_anew(shared, picky):
+    steps, again = (
+        ["Convert cubits to m", "Square it"],
+        ["Multiply by hand", "Square it"],
+    )
+    rounds = [
+        calls(planned(*steps)),
+        calls(convert(3, "cubit", "m"), compute("3 * 0.46"), text="About 1.4 m. "),
+        calls(planned(*again), compute("3 * 0.4572"), text="There is no such unit. "),
+        calls(compute("1.3716 ^ 2")),
+        says("1.881 m², by 0.4572 m a cubit, ", "which no tool confirmed."),
+    ]
+    events, requests = turn(shared, *rounds, reasoning_mode=True), picky.requests
 
-    assert [(e["round"], e["steps"]) for e in of(events, "plan")] == plans
+    assert events[0] == event("plan", steps=steps)
+    assert of(events, "plan") == [
+        event("plan", steps=steps),
+        event("plan", 3, steps=again),
+    ]
     ended, made = of(events, "tool_result"), of(events, "tool_call")
-    assert [(e["round"], e["name"], e["ok"]) for e in ended] == results
+    assert [(e["round"], e["name"], e["ok"]) for e in ended] == [
+        (2, "convert_units", False), (2, "calculate", True),
+        (3, "calculate", True), (4, "calculate", True),
+    ]  # fmt: skip
     assert [e["id"] for e in made] == [e["id"] for e in ended]
-    assert events[0] == event("plan", steps=plans[0][1])
-    last = "".join(e["text"] for e in of(events, "token") if e["round"] == len(rounds))
+    last = "".join(e["text"] for e in of(events, "token") if e["round"] == 5)
     assert answer(events) == last and events[-1]["finish_reason"] == "stop"
-    assert events[-1]["rounds"] == len(rounds) == len(requests)
+    assert events[-1]["rounds"] == len(requests) == 5
 
     assert requests[0]["tool_choice"] == FORCED
     assert all("tool_choice" not in request for request in requests[1:])
@@ -4157,9 +4018,9 @@ def test_a_task_is_planned_and_planned_anew(shared, picky, rounds, plans, result
         assert {m["role"] for m in new} == {"tool"} and asked["role"] == "assistant"
         ids = [call["id"] for call in asked["tool_calls"]]
         assert ids == [m["tool_call_id"] for m in new]
-        standing = [steps for round, steps in plans if round <= n][-1]
         reminders = [steps_and_rounds(m) for m in new]
-        assert reminders == [None] * (len(new) - 1) + [(told(standing), 8 - n)]
+        standing = told(steps if n < 3 else again)
+        assert reminders == [None] * (len(new) - 1) + [(standing, 8 - n)]
 
 
 def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
@@ -4185,18 +4046,6 @@ def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
     assert "SECRET" not in json.dumps(picky.requests)
     last = {"role": "assistant", "content": "Five."}
     assert picky.requests[-1]["messages"][-2] == last
-
-
-def test_at_the_cap_the_answer_is_asked_for_without_calls(shared, picky, monkeypatch):
-    monkeypatch.setattr(main, "MAX_ROUNDS", 3)
-    rounds = [calls(planned("a", "b")), calls(compute("2+3")), [sse('"Five."\nstop')]]
-    events = turn(shared, *rounds, reasoning_mode=True)
-    choices = [request.get("tool_choice") for request in picky.requests]
-    assert choices == [FORCED, None, "none"]
-    assert picky.requests[2]["tools"] == picky.requests[0]["tools"]
-    assert steps_and_rounds(picky.requests[1]["messages"][-1])[1] == 2
-    assert steps_and_rounds(picky.requests[2]["messages"][-1])[1] == 1
-    assert events[-1] == done("Five.", "max_rounds", rounds=3)
 
 
 def test_a_call_at_the_cap_is_not_run(shared, picky, monkeypatch):
@@ -4542,8 +4391,7 @@ def test_four_workers_and_eight_clients_keep_every_turn_and_fact_once(model, tmp
 
 def test_a_full_disk_is_storage_failed_and_there_is_room_again(model, tmp_path):
     with process(tmp_path, model.url) as chat:
-        chat.ask("I like tea.")
-        chat.learned()
+        chat.tell("I like tea.")
         before = {path: path.read_bytes() for path in tmp_path.rglob("ann/*.json")}
         # As on a full disk, every write fails: at once, or after a part of it.
         for room in (0, 200):
@@ -4574,17 +4422,18 @@ FAILING += [("open", errno.EROFS), ("open", errno.EMFILE)]
 
 @pytest.mark.parametrize("name, number", FAILING)
 def test_what_cannot_be_written_stays_as_it_was(chat, monkeypatch, name, number):
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
     before = {path: path.read_bytes() for path in chat.folder.rglob("*.json")}
 
-    def failing(*_, **__):
-        raise OSError(number, os.strerror(number))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, name, failing)
+        patch.setattr(os, name, failing(number))
         event = chat.ask("I like jazz.")[-1]
         assert (event["type"], event["code"]) == ("error", "storage_failed")
+        for way in ("sync", "async stream"):
+            error = refusal_of(chat, "I like jazz.", way, user="ann")
+            assert error.code == "storage_failed"
+            assert getattr(error, "status_code", 500) == 500
+            assert os.strerror(number) not in json.dumps(event) + str(error)
         assert chat.http.delete("/users/ann/memories").status_code == 503
         assert "storage" in chat.http.get("/health").json()["degraded"]
 
@@ -4597,18 +4446,14 @@ def test_what_cannot_be_written_stays_as_it_was(chat, monkeypatch, name, number)
 
 
 def test_a_marker_that_cannot_be_unlinked_doubles_nothing(chat, monkeypatch):
-    def failing(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing)
+        patch.setattr(os, "unlink", failing(errno.EROFS))
         chat.ask("I like tea.")
         wait_for(chat.facts)
         assert chat.ask("I like jazz.", B)[-1]["turn"] == 1
         wait_for(lambda: len(chat.facts()) == 2)
         assert len(list(chat.folder.glob("ann/*.unlearned"))) == 2
-    assert answer(chat.ask("Hi!"))
-    chat.learned()
+    chat.tell("Hi!")
     assert chat.facts() == ["User likes tea.", "User likes jazz."]
 
 
@@ -5139,6 +4984,7 @@ def test_a_deleted_user_leaves_no_trace(talkative):
     assert all(line.startswith("ann/") for line in held_by_ann)
     assert traces(chat.folder, "Žofie", "Z\u030cofie", folder_of("Žofie")) == []
     assert before == {path: path.read_bytes() for path in before}
+    assert chat.http.delete("/users/Žofie").status_code == 404
     chat.ask("Hello.", A, "Žofie")  # who is new
     chat.learned(folder=folder_of("Žofie"))
     write_indexes(chat)
@@ -5147,8 +4993,7 @@ def test_a_deleted_user_leaves_no_trace(talkative):
 
 def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_path):
     with start(tmp_path) as here, process(tmp_path, model.url) as there:
-        there.ask("I like tea", A)
-        there.learned()
+        there.tell("I like tea", A)
         model.hold_learning.clear()
         there.ask("I like jazz", A)
         wait_for(lambda: len(model.learnings) == 2)
@@ -5372,6 +5217,9 @@ def normal(name):
 @example("é", "e\u0301")
 @example("a~b", "a-b")
 @example("K", "\u212a")
+@example("..~", "~")
+@example("-rf *", "con")
+@example("a" * 128, "%2e%2e%2f")
 @example("ann~17239b6e250110330eda64a29c610bf1", "Ann")
 @example("Ann 僶叶一", "Ann 壜以丁")  # whose hashes begin with the same 48 bits
 def test_a_name_has_one_form_and_one_folder_that_is_safe_on_any_disk(one, two):
@@ -5384,31 +5232,6 @@ def test_a_name_has_one_form_and_one_folder_that_is_safe_on_any_disk(one, two):
         assert folder == name or "~" in folder
     if one and two and one != two:
         assert folder_of(one) != folder_of(two)
-
-
-@settings(max_examples=40, deadline=None)
-@given(NAMES.filter(normal))
-@example("..~")
-@example("~")
-@example("-rf *")
-@example("a" * 128)
-@example("con")
-@example("%2e%2e%2f")
-def test_a_user_is_one_folder_inside_the_data_folder_and_gone_after_it(name):
-    async def come_and_go(folder):
-        async with remembering(folder, embed=None) as service:
-            await say(service, name, A, "I like tea")
-            state = await service.user_data(name, memory.load_state)
-            assert state.name == normal(name)
-            inside = {line.split("/")[0] for line in files(folder)} - {".mem0"}
-            await service.user_data(name, memory.delete_user)
-            return inside
-
-    with tempfile.TemporaryDirectory() as root:
-        inside = asyncio.run(come_and_go(Path(root) / "data"))
-        assert inside == {".lock", folder_of(normal(name))}
-        left = [path for path in files(Path(root)) if ".mem0" not in path]
-        assert left == ["data", "data/.lock"]
 
 
 ANY_JSON = st.recursive(
@@ -5532,47 +5355,6 @@ def fuzz(operation, mode):
 # --- Limits ---
 
 
-def test_a_tools_output_is_cut_for_the_client_the_model_and_the_file(
-    chat, model, monkeypatch
-):
-    def flood() -> str:
-        """Return far too much."""
-        return "Žx" * 1_000_000
-
-    offer(monkeypatch, flood)
-    model.replies += [calls(("flood", {})), says("ok")]
-    events = chat.ask("Go.")
-
-    [result] = of(events, "tool_result")
-    assert result["ok"] and 0 <= tools.MAX_RESULT_CHARS - len(result["content"]) < 20
-    assert model.requests[1]["messages"][-1]["content"] == result["content"]
-    assert chat.turns()[0]["tools"][0]["content"] == result["content"]
-
-
-def test_a_client_that_does_not_read_costs_its_answer_and_nothing_after_it(
-    chat, model, monkeypatch
-):
-    kept = []
-
-    class Watched(main.EventStream):
-        def __init__(self):
-            super().__init__()
-            kept.append(weakref.ref(self))
-
-    monkeypatch.setattr(main, "EventStream", Watched)
-    words = 6_000  # a token's line has 50 bytes
-    model.replies.append(says(*["word " for _ in range(words)]))
-    with unread(chat, http_of("POST", "/chat", GOOD | {"message": "Go."})):
-        wait_for(lambda: chat.folder.joinpath("ann", f"{A}.json").exists(), 30)
-        [turn] = chat.turns()  # saved, whoever reads
-        assert turn["status"] == "complete" and len(turn["response"]) == 5 * words
-        assert len(kept[0]().unsent) < 60 * words
-        assert answer(chat.ask("Hi!", B))
-    wait_for(lambda: all(events.closed for events in list(chat.service.running)))
-    assert answer(chat.ask("Hi!", B))
-    wait_for(lambda: gc.collect() is not None and kept[0]() is None)
-
-
 def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, model):
     users = [f"user-{n}" for n in range(8)]
     with start(LEARN_CONCURRENCY=2) as chat:
@@ -5597,8 +5379,7 @@ def test_users_beyond_the_bound_are_closed_and_opened_again(start, monkeypatch):
             len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
         )
         for user in users:
-            chat.ask("I like tea", user=user)
-            chat.learned(user)
+            chat.tell("I like tea", user=user)
         known = chat.service.memory.users
         wait_for(lambda: len(known) <= 3)
         assert chat.facts("user-0") == ["User likes tea."]
@@ -5647,20 +5428,6 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
             held_up(client, size)
         [turn] = chat.turns()
         assert (turn["query"], turn["status"]) == ("I like tea.", "interrupted")
-
-
-def test_a_client_that_does_not_read_transcripts_holds_up_no_stop(model, tmp_path):
-    with process(tmp_path, model.url, UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN="1") as chat:
-        model.replies += [says("word " * 20_000)] * 5
-        for _ in range(5):
-            assert answer(chat.ask("Go on."))
-        asked = http_of("GET", f"/users/ann/sessions/{A}")
-        size = len(chat.http.get(f"/users/ann/sessions/{A}").content)
-        with unread(chat, asked * 40) as client:
-            wait_for(lambda: chat.printed()[0].count("/sessions/") > 2)
-            chat.process.send_signal(signal.SIGTERM)
-            exited(chat)
-            held_up(client, size * 40)
 
 
 def test_a_stop_within_the_grace_lets_a_running_turn_end(model, tmp_path):
@@ -5854,7 +5621,7 @@ def test_no_ping_follows_done(start):
 # --- The OpenAI-compatible face ---
 
 
-WAYS = ["sync", "sync stream", "async", "async stream"]
+WAYS = ["sync", "async stream"]
 
 
 def by(role, content=None, **more):
@@ -5887,7 +5654,7 @@ def to_create(messages, way="sync", headers=None, **more):
 
 
 def complete(chat, messages, way="sync", key="x", **more):
-    """Ask with the official client, in one of four ways."""
+    """Ask with the official client: sync or async, whole or as a stream."""
     request = to_create(messages, way, **more)
 
     async def ask():
@@ -6134,8 +5901,7 @@ def test_a_message_without_text_is_not_taken_for_the_one_before(chat, model):
 
 
 def test_hints_stand_in_the_last_user_message_also_where_others_follow(chat, model):
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
     call = {"id": "1", "type": "function", "function": {"name": "tide", "arguments": "{}"}}  # fmt: skip
     talk = [by("user", "Hi!"), by("assistant", "Hello."), by("user", "Tide?")]
     talk += [by("assistant", tool_calls=[call]), by("tool", "low", tool_call_id="1")]
@@ -6183,18 +5949,6 @@ ODD_NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("body, headers", ODD_NAMES.values(), ids=ODD_NAMES)
-def test_names_that_are_none_or_disagree_are_400(shared, picky, body, headers):
-    content = json.dumps({"messages": [by("user", "Hi!")], **body})
-    headers = httpx.Headers(headers)
-    headers["content-type"] = "application/json"
-
-    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
-
-    assert (reply.status_code, picky.requests) == (400, [])
-    assert reply.json()["error"]["type"] == "invalid_request_error"
-
-
 @pytest.mark.parametrize("by_header", [True, False], ids=["header", "metadata"])
 def test_a_session_is_named_by_its_uuid_or_by_any_name(chat, model, by_header):
     for name in (C, C.upper(), "my session", "my session", "local:another"):
@@ -6236,33 +5990,25 @@ WITHOUT = [
 ]
 
 
-def test_without_a_name_or_with_memory_off_there_is_no_trace(start, model):
+def test_without_a_name_or_with_memory_off_nothing_is_read_or_written(start, model):
     with start(HINT_TOKENS=0) as chat:
+        chat.tell("I like tea.")
+        settled(chat)
+        before, embedded = files(chat.folder), len(model.embedded)
         for way in ("sync", "async stream"):
             for more in WITHOUT:
                 model.requests.clear()
-                got = complete(chat, "I like tea. What is 1+1?", way, **more)
+                got = complete(chat, "Do I like tea? What is 1+1?", way, **more)
 
                 assert got.text.endswith("The result is 2."), more
                 sent = model.requests[0]
-                assert sent["messages"][1:] == [by("user", "I like tea. What is 1+1?")]
+                assert sent["messages"][1:] == [
+                    by("user", "Do I like tea? What is 1+1?")
+                ]
                 names = {tool["function"]["name"] for tool in sent["tools"]}
                 assert names == {"calculate", "current_time", "convert_units"}
-        assert files(chat.folder) == [".lock"]
-    assert not model.embedded and not model.learnings
-
-
-def test_memory_off_does_not_read_what_is_known(chat, model):
-    chat.ask("I like tea.")
-    chat.learned()
-    wait_for(lambda: not chat.service.memory.learner.pending)
-    before = files(chat.folder)
-    complete(chat, "Do I like tea?", user="ann", store=False)
-    complete(chat, "Do I like tea?", user="ann", headers={"X-Memory": "off"})
-
-    assert model.requests[1]["messages"][-1] == by("user", "Do I like tea?")
-    assert model.requests[1:] == [model.requests[1]] * 2
-    assert files(chat.folder) == before
+        assert files(chat.folder) == before
+        assert len(model.embedded) == embedded and len(model.learnings) == 1
 
 
 @pytest.mark.parametrize("value", ["on", "ON", ""])
@@ -6280,12 +6026,6 @@ def test_what_was_said_a_second_ago_is_known_at_both_faces(chat, model):
     assert '- "I like tea."' in hints(model.requests[1])
     for text in ("I like tea.", "I live in Rome."):
         assert f'- "{text}"' in hints(model.requests[2])
-
-    model.hold_learning.set()
-    chat.learned()
-    complete(chat, "What do I like?", user="ann")
-    for text in ("User likes tea.", "User lives in Rome."):
-        assert f"- {text}" in hints(model.requests[3])
 
 
 def test_what_stands_in_the_clients_history_is_not_doubled_in_the_hints(chat, model):
@@ -6342,14 +6082,9 @@ def test_a_route_that_does_not_check_the_token_ends_the_start():
         main.check_routes(app.routes)
 
 
-def test_the_models_route_names_the_model_for_who_has_the_key(start, model):
-    with start(API_KEY="the key") as chat:
-        [found] = client_of(chat, key="the key").models.list().data
-        assert (found.id, found.object) == ("stand-in", "model")
-        for key, status in (("x", 401), (token_of("ann"), 403)):
-            with pytest.raises(openai.APIStatusError) as raised:
-                client_of(chat, key=key).models.list()
-            assert raised.value.status_code == status and raised.value.body["message"]
+def test_the_models_route_names_the_model(chat):
+    [found] = client_of(chat).models.list().data
+    assert (found.id, found.object) == ("stand-in", "model")
 
 
 # What goes wrong
@@ -6370,22 +6105,6 @@ def test_a_failure_after_words_stands_in_the_stream(start, model, end, way):
     assert len(model.requests) == 1  # words that are out are not said again
 
 
-def test_a_turn_that_cannot_be_written_is_no_answer(chat, model, monkeypatch):
-    complete(chat, "Hello there.", user="ann")
-    chat.learned()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        error = refusal_of(chat, "Again.", user="ann")
-        shown = refusal_of(chat, "Again.", "sync stream", user="ann")
-
-    assert (error.status_code, error.code) == (500, "storage_failed")
-    assert shown.code == "storage_failed" and "space" not in str(shown)
-
-
 @pytest.mark.parametrize("way", ["sync", "sync stream"])
 def test_a_stop_before_the_first_words_is_an_http_error(chat, model, way):
     model.replies.append([WAIT])
@@ -6402,7 +6121,7 @@ def v1(**more):
     return {"messages": [by("user", "Hi!")], **more}
 
 
-BAD_REQUESTS = {
+ODD_BODIES = {
     "no JSON": b'{"messages": [',
     "nothing": b"",
     "no UTF-8": b'{"messages": "\xff"}',
@@ -6423,32 +6142,37 @@ BAD_REQUESTS = {
 }  # fmt: skip
 
 
+NOBODY = {"X-User-Id": "nobody"}
+BAD_REQUESTS = {name: (body, NOBODY) for name, body in ODD_BODIES.items()}
+BAD_REQUESTS |= {
+    name: (v1(**body), headers) for name, (body, headers) in ODD_NAMES.items()
+}
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("body", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_a_bad_request_is_400_in_openais_shape(shared, picky, body, stream):
+@pytest.mark.parametrize("body, headers", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_bad_request_is_400_in_openais_shape(shared, picky, body, headers, stream):
     body = {"stream": stream} | body if isinstance(body, dict) else body
     content = body if isinstance(body, bytes) else json.dumps(body)
-    headers = {"content-type": "application/json", "X-User-Id": "nobody"}
+    headers = httpx.Headers(headers)
+    headers.update(JSON)
 
     reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
 
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    assert not re.search(r"Traceback|\([\"']|,\)", reply.text) and not picky.requests
+    assert error["type"] == "invalid_request_error" and not picky.requests
+    assert not re.search(r"Traceback|\([\"']|,\)", reply.text)
     assert not (shared.folder / "nobody").exists()
 
 
-def test_what_is_no_such_route_is_in_openais_shape_and_too_large_is_413(shared):
-    large = json.dumps(v1(messages=[by("user", "x" * (1 << 20))]))
-    headers = {"content-type": "application/json"}
+def test_what_is_no_such_route_is_in_openais_shape(shared):
     for reply, status in (
         (shared.http.post("/v1/embeddings", json={}), 404),
         (shared.http.get("/v1/chat/completions"), 405),
     ):
         assert reply.status_code == status and reply.json()["error"]["message"]
-    reply = shared.http.post("/v1/chat/completions", content=large, headers=headers)
-    assert reply.status_code == 413
 
 
 def test_no_depth_of_nesting_is_a_server_error(shared, picky):
@@ -6463,38 +6187,20 @@ def test_no_depth_of_nesting_is_a_server_error(shared, picky):
     assert seen == {200, 400}
 
 
-ANY_CALL = st.fixed_dictionaries({}, optional={"id": ANY_JSON, "type": ANY_JSON, "function": ANY_JSON | st.fixed_dictionaries({}, optional={"name": ANY_JSON, "arguments": ANY_JSON})})  # fmt: skip
-ANY_CONTENT = st.text() | st.none() | st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": ANY_JSON})) | ANY_JSON  # fmt: skip
-ANY_MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
-    optional={"content": ANY_CONTENT, "tool_calls": st.lists(ANY_CALL) | ANY_JSON, "tool_call_id": ANY_JSON},
-)  # fmt: skip
-ANY_REQUEST = st.fixed_dictionaries(
-    {"messages": st.lists(ANY_MESSAGE, min_size=1, max_size=4)},
-    optional={"tools": st.lists(ANY_CALL, max_size=2), "tool_choice": ANY_JSON, "stream": st.booleans(),
-              "metadata": st.fixed_dictionaries({"session_id": ANY_JSON}), "user": st.sampled_from(["fuzz", ""])},
-)  # fmt: skip
+ODD_REQUESTS = [  # each was a server error once
+    v1(tools=[{"type": "function", "function": {"name": ["tide"]}}]),
+    {"messages": [by("user", "x"), by("tool", "x", tool_call_id=[1])]},
+    {"messages": [by("assistant", tool_calls=[None, {"function": {"name": {}}}])]},
+    {"messages": [by("user", [{"type": "text"}])], "user": "fuzz"},
+]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=HealthCheck)
-@given(ANY_REQUEST)
-@example(v1(tools=[{"type": "function", "function": {"name": ["tide"]}}]))
-@example({"messages": [by("user", "x"), by("tool", "x", tool_call_id=[1])]})
-@example({"messages": [by("assistant", tool_calls=[None, {"function": {"name": {}}}])]})
-@example({"messages": [by("user", [{"type": "text"}])], "user": "fuzz"})
-def test_no_request_of_whatever_form_is_a_server_error(shared, body):
-    shared.model.replies.clear()
-    shared.model.replies.append(says("Ok."))
-    headers = {"content-type": "application/json"}
-    content = json.dumps(body)
-
-    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
-
-    assert reply.status_code in (200, 400), reply.text
-    if reply.status_code == 400:
-        assert reply.json()["error"]["message"]
-    elif body.get("stream"):
-        assert reply.text.endswith("data: [DONE]\n\n")
+@pytest.mark.parametrize("body", ODD_REQUESTS, ids=range(4))
+def test_an_odd_request_is_no_server_error(shared, picky, body):
+    picky.replies.append(says("Ok."))
+    reply = shared.http.post("/v1/chat/completions", json=body)
+    if reply.status_code != 200:
+        assert reply.status_code == 400 and reply.json()["error"]["message"]
     else:
         assert reply.json()["choices"][0]["message"]["content"] == "Ok."
 
@@ -6543,21 +6249,14 @@ def test_pings_keep_the_line_and_no_client_minds_them(start, model, fails):
 
 
 def test_silence_does_not_break_an_answer_in_one_piece(start, model):
-    model.replies.append([*says("Hel")[:2], WAIT, *says("lo.")])
+    model.replies += [[*says("Hel")[:2], WAIT, *says("lo.")], [WAIT]]
     with start(PING_AFTER=0.01) as chat:
         asking = in_background(complete, chat, "Hi!")
         wait_for(lambda: model.requests)
-        with streamed_pings(chat, model) as pings:
-            assert next(pings) == {"type": "ping"}  # of another turn, meanwhile
+        with streamed(chat, "Hi!") as events:
+            until(events, "ping")  # of another turn, meanwhile
         model.gate.set()
         assert asking.result(20).text == "Hello."
-
-
-@contextmanager
-def streamed_pings(chat, model):
-    model.replies.append([WAIT])
-    with streamed(chat, "Hi!") as events:
-        yield (event for event in events if event["type"] == "ping")
 
 
 @pytest.mark.parametrize("way", ["sync stream", "async stream"])
@@ -6789,8 +6488,7 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
 
 def test_health_counts_turns_that_were_given_up(chat, model):
     model.operations += ["I would rather not."] * 3
-    chat.ask("I like tea.")
-    chat.learned()
+    chat.tell("I like tea.")
     chat.ask("I like cake.")
     wait_for(lambda: chat.facts() == ["User likes cake."])
     reply = chat.http.get("/health").json()
