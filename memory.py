@@ -1100,7 +1100,7 @@ class FactStore:
             self.mem0.delete(id)
             return
         text, seen = operation["text"], operation["turn"].row["ended_at"]
-        twin = next((f for f in facts.values() if same_fact(f["text"], text)), None)
+        twin = find_twin(facts, text)
         if twin:  # it is known: of an update's two facts one is left
             # Not by Mem0: its metadata update would make a row of history.
             again = twin.copy()
@@ -1167,6 +1167,11 @@ the a an user users i my their they is are am be has have of in at el la los las
 usuario usuaria es tiene le les l une utilisateur utilisatrice est der die das ein eine nutzer
 nutzerin ist hat o os um uma é tem"""
 LITTLE = frozenset(LITTLE_WORDS.split())
+
+
+def find_twin(facts: dict[str, Fact], text: str) -> Fact | None:
+    """Return the fact that says the same already."""
+    return next((f for f in facts.values() if same_fact(f["text"], text)), None)
 
 
 def same_fact(a: str, b: str) -> bool:
@@ -1807,9 +1812,8 @@ class Memory:
         self.locks.close()
 
     def use_model(self, model: str) -> None:
-        """Embed by another model from now on; what is indexed by the old one is made again."""
+        """Name the model that `embed` asks; vectors of another are made again."""
         self.model = model
-        self.embedder.asked.clear()
         for user in self.users.values():
             user.facts.model = user.past.model = model
             user.fact_index = None
@@ -2082,16 +2086,13 @@ class Learner:
     def batch(self, key: str, waiting: list[Unlearned]) -> list[Unlearned]:
         """Return the first turns to learn together; what has failed goes alone."""
         room = learning_prompt(self.context_tokens, 0)[1] * 3 // 4  # the rest: facts
-        batch: list[Unlearned] = []
-        for turn in waiting[:BATCH_TURNS]:
+        for count, turn in enumerate(waiting[:BATCH_TURNS]):
             said = turn.row["query"] + turn.row["response"][:1000]
             room -= prompt_tokens([as_message("user", said)]) + 20
-            troubles = [self.trouble[key, other.key] for other in (turn, *batch)]
-            alone = any(one.bad_answers >= 2 or one.smaller for one in troubles)
-            if batch and (room < 0 or alone):
-                break
-            batch.append(turn)
-        return batch
+            trouble = self.trouble.get((key, turn.key), Trouble())
+            if room < 0 or trouble.bad_answers >= 2 or trouble.smaller:
+                return waiting[: max(1, count)]
+        return waiting[:BATCH_TURNS]
 
     async def propose(
         self, user: "User", state: State, batch: list[Unlearned], smaller: int
@@ -2337,7 +2338,8 @@ class Turn:
             verdicts: list[Row] = []
             for item in map(one_line, items[:20]):
                 score, reason = judge(item, spoken)
-                new = [text for text in split_names(item) if not is_known(state, text)]
+                parts = split_names(item)
+                new = [text for text in parts if not find_twin(state.facts, text)]
                 reason = reason if new else "known already"
                 accepted = not new or not reason
                 verdict = {"item": item, "score": round(score, 2), "accepted": accepted}
@@ -2381,10 +2383,6 @@ class Turn:
                 text += f"{day} user: {row['query'][:500]}\n"
                 text += f"{day} assistant: {row['response'][:500]}\n"
         return text
-
-
-def is_known(state: State, text: str) -> bool:
-    return any(same_fact(text, fact["text"]) for fact in state.facts.values())
 
 
 def judge(text: str, spoken: set[str]) -> tuple[float, str]:
