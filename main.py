@@ -250,10 +250,6 @@ class EventStream(StreamingResponse):
     def encode(self, type: str, fields: Json) -> bytes:
         return to_json({"type": type, **fields}) + b"\n"
 
-    def turn_ended(self, task: asyncio.Task[None]) -> None:
-        # Without an end, a client would take half an answer for all of it.
-        self.emit("error", code=UNAVAILABLE, message="The turn was stopped.")
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
@@ -354,10 +350,11 @@ async def run_turn(
 ) -> None:
     """Run one turn to its `done` or `error`; whatever happens, what was said is written."""
     begin, key = service.memory.turn, (request.user, request.session)
+    failure = Failure(UNAVAILABLE, "The turn was stopped.")
     try:
         async with begin(*key) if request.user else nullcontext() as turn:
             done = await AgentRun(service, turn, request, events).run()
-        return events.emit("done", **done)
+        events.emit("done", **done)
     except Failure as error:
         log.warning("turn failed: %s: %.500s", error.code, error.said)
         failure = error
@@ -370,7 +367,8 @@ async def run_turn(
     except Exception:
         log.exception("a turn failed by our fault")
         failure = Failure("internal", "Something went wrong on our side.")
-    events.emit("error", code=failure.code, message=failure.message)
+    finally:  # does nothing behind `done`
+        events.emit("error", code=failure.code, message=failure.message)
 
 
 def plan(steps: list[str]) -> str:
@@ -624,7 +622,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-DONE: Json = {}  # the stream's own end
+DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # what a stream's [DONE] means
 HALF_TAG = re.compile(r"<(/t?h?i?n?k?)?$")  # of </think>
 
 
@@ -655,8 +653,6 @@ class ReplyParser:
         self.calls = [call for call in self.calls if call.name]
 
     def feed(self, chunk: Json) -> None:
-        if chunk is DONE:
-            self.finish_reason = self.finish_reason or "stop"
         self.usage = as_dict(chunk.get("usage")) or self.usage
         choice = as_dict((chunk.get("choices") or [None])[0])
         delta = as_dict(choice.get("delta"))
@@ -667,7 +663,7 @@ class ReplyParser:
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(as_dict(piece))
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.finish_reason = self.finish_reason or choice.get("finish_reason") or ""
 
     def say(self, text: str, type: str = "token") -> None:
         self.text += text if type == "token" else ""
@@ -868,13 +864,13 @@ class Endpoint:
             response = await self.send(path, body, {}, patience)
             return json.loads(await response.read())
 
-    async def look(self, again: bool = False) -> None:
+    async def look(self) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
         Who comes within LOOK_AFTER goes by what was found. Raises Failure.
         """
         async with self.looking:
-            if not again and time.monotonic() < self.look_at:
+            if time.monotonic() < self.look_at:
                 return
             self.look_at = time.monotonic() + LOOK_AFTER
             with self.noted():
@@ -898,7 +894,8 @@ class Endpoint:
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
-            await self.look(again=True)
+            self.look_at = 0.0  # now
+            await self.look()
         return self.model
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
@@ -998,11 +995,11 @@ class Service:
         self.endpoints = {"CHAT_MODEL": self.chat}
         if EMBEDDING_BASE_URL:
             own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
-        if EMBEDDING_BASE_URL or EMBEDDING_MODEL:
+        if own[0] and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
             self.endpoints["EMBEDDING_MODEL"] = Endpoint(*own, EMBEDDING_MODEL)
         if RERANK_BASE_URL:
-            own = RERANK_API_KEY, RERANK_BASE_URL
-            self.endpoints["RERANK_MODEL"] = Endpoint(*own, RERANK_MODEL)
+            reranker = Endpoint(RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL)
+            self.endpoints["RERANK_MODEL"] = reranker
         embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
         rerank = self.rerank if RERANK_BASE_URL else None
         settings = memory.Settings(
@@ -1059,7 +1056,6 @@ class Service:
         ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
         events.task = asyncio.create_task(run_turn(self, asked, events))
-        events.task.add_done_callback(events.turn_ended)
         self.running[events] = user, asked.session
         return events
 
@@ -1209,19 +1205,22 @@ def is_own_host(hosts: list[str]) -> bool:
     return "." not in host or host.endswith(OWN_DOMAINS)
 
 
+SEND_JSON = "Send it with the header Content-Type: application/json"
+
+
 async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
     status, headers = 503, None
     detail: Any = "The files cannot be read or written."
+    openai_face = request.scope["path"].startswith("/v1/")
     match error:
         case RequestValidationError():
             found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
             sent = request.headers.get("Content-Type", "")
             if found[0]["loc"] == ("body",) and "json" not in sent:
-                found[0]["msg"] = (
-                    "Send it with the header Content-Type: application/json"
-                )
-            status, detail = 422, found
+                found[0]["msg"] = SEND_JSON
+            told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found]
+            status, detail = 422, "; ".join(told) if openai_face else found
         case HTTPException():
             status, detail, headers = error.status_code, error.detail, error.headers
         case Failure():
@@ -1230,18 +1229,10 @@ async def on_error(request: Request, error: Any) -> Response:
             status, detail = 404, "Not found"
         case _:
             log.error("the user's files cannot be read or written", exc_info=error)
-    openai_face = request.scope["path"].startswith("/v1/")
-    if status in (
-        400,
-        422,
-    ):  # FastAPI's word for a body that it cannot read, or refuses
+    # FastAPI's 400 is a body that it cannot read; OpenAI has no 422.
+    if status in (400, 422):
         status = 400 if openai_face else 422
-    content = {"detail": detail}
-    if openai_face:
-        if isinstance(detail, list):
-            told = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail)
-            detail = "; ".join(told)
-        content = openai_error(status, detail)
+    content = openai_error(status, detail) if openai_face else {"detail": detail}
     return Response(to_json(content), status, headers, JSON_TYPE)
 
 

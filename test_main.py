@@ -1200,13 +1200,11 @@ def test_the_answer_of_a_turn_ends_with_its_end(end):
         async def turn():
             await asyncio.sleep(0.01)
             events.emit("token", round=1, text="a")
-            if end == "error":  # stopped just when there is something to send
-                raise asyncio.CancelledError
-            await asyncio.sleep(0)
-            events.emit("done")
+            if end == "done":  # or just when there is something to send
+                await asyncio.sleep(0)
+            events.emit(end, code="internal", message="x")
 
         events.task = asyncio.create_task(turn())
-        events.task.add_done_callback(events.turn_ended)
         await asyncio.wait_for(events({"type": "http"}, receive, send), 10)
         return sent
 
@@ -1428,10 +1426,12 @@ def test_a_kept_connection_that_has_ended_meanwhile_is_no_failure(start):
 
 
 def test_requests_go_through_the_proxy_but_for_hosts_that_want_none(
-    start, model, monkeypatch
+    start, model, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv("HTTP_PROXY", model.url.removesuffix("/v1"))
+    monkeypatch.setenv("HTTP_PROXY", model.url[7:-3])  # with or without http://
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # is not looked into
+    (tmp_path / "netrc").write_text("machine models.test login a password b")
 
     with start(BASE_URL="http://models.test/v1") as chat:
         assert answer(chat.ask("Hi!"))
