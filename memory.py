@@ -1258,9 +1258,23 @@ def admitted_forms(
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final |= {"op": "add", "kind": kind, "importance": importance}
     finals = [final | {"text": part} for part in split_names(text)]
-    if op == "update" and known and key_words(known["text"]) & key_words(text):
+    if op == "update" and known and same_matter(text, known["text"]):
         finals[0] |= {"op": op, "id": known["id"]}
     return finals
+
+
+def same_matter(text: str, known: str) -> bool:
+    """Tell whether a text may replace a fact: a word in common, and so what is whose."""
+    shared = key_words(text) & key_words(known)
+    things = [match[1] for match in map(THING.match, (text, known)) if match]
+    return shared != set() and all(key_words(thing) <= shared for thing in things)
+
+
+# What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
+THING = re.compile(
+    r"(?:The )?[Uu]ser['’]s (?:[^'’]+? )??([a-z-]+)(?: [A-Z][\w-]*)*"
+    r"(?:['’]s?\b| (?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)"
+)
 
 
 def split_names(text: str) -> list[str]:
@@ -1292,14 +1306,16 @@ def key_words(text: str) -> set[str]:
     """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
     words: set[str] = set()
     # Not by the cache: a query may be long.
-    for word in content_words.__wrapped__(USER.sub(" ", text)):
+    for word in content_words.__wrapped__(NO_MATTER.sub(" ", text)):
         pairs = {word[n : n + 2] for n in range(max(1, len(word) - 1))}
         words |= pairs if UNSPACED.match(word) else {word}
     return words - STOP
 
 
-USER = re.compile(
-    r"用户|用戶|ユーザー|사용자|उपयोगकर्ता|المستخدم|пользовател\w*|kullanıcı\w*|\butente\b|gebruiker",
+# The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is
+NO_MATTER = re.compile(
+    r"用户|用戶|ユーザー|사용자|उपयोगकर्ता|المستخدم|пользовател\w*|kullanıcı\w*|\butente\b|gebruiker"
+    r"|(?<!\bis )\b(?:named|called)\b",
     re.IGNORECASE,
 )
 

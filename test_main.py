@@ -2558,6 +2558,19 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it(chat, model):
     assert learn_by(chat, model, "Lyon, says Marie", ("delete", 9)) == facts[:3]
 
 
+def test_an_update_that_tells_of_something_else_is_added(chat, model):
+    known = ["User's team is Ajax.", "User has a dog named Rex.", "User lives in Rome."]
+    team, pet = "User's brother's team is Feyenoord.", "User has a cat named Luna."
+    porto, bonn = "User's sister Ana lives in Porto.", "User lives in Bonn."
+    teach(chat, model, known)
+    for id, text in ((0, team), (1, pet), (2, porto), (5, bonn)):
+        facts = learn_by(chat, model, text, ("update", id, text))
+    assert facts == [*known, team, pet, porto, bonn]
+    for id, text in ((5, "User's sister is called Anna."), (0, "User's team is PSV.")):
+        facts = learn_by(chat, model, text, ("update", id, text))
+        assert (facts[id], len(facts)) == (text, 7)
+
+
 def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
     love = "User has a girlfriend."
     as_said = {"We broke up": love}
