@@ -345,15 +345,14 @@ def openai_error(status: int, message: str, code: str | None = None) -> Json:
 # --- The agent loop ---
 
 
-async def run_turn(
-    service: "Service", request: TurnRequest, events: EventStream
-) -> None:
+async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) -> None:
     """Run one turn to its `done` or `error`; whatever happens, what was said is written."""
-    begin, key = service.memory.turn, (request.user, request.session)
+    begin = service.memory.turn
     failure = Failure(UNAVAILABLE, "The turn was stopped.")
     try:
-        async with begin(*key) if request.user else nullcontext() as turn:
-            done = await AgentRun(service, turn, request, events).run()
+        own = begin(asked.user, asked.session) if asked.user else nullcontext()
+        async with own as turn:
+            done = await AgentRun(service, turn, asked, events).run()
         events.emit("done", **done)
     except Failure as error:
         log.warning("turn failed: %s: %.500s", error.code, error.said)
@@ -452,9 +451,10 @@ class AgentRun:
         if turn and history is None:
             room = await self.service.context_tokens() * 3 // 4
             room -= memory.count_tokens(json.dumps(self.prompt))
-            about = turn.summary, turn.turns, hints, text, room, HISTORY_TURNS
             try:
-                messages, hints = memory.fit_context(SYSTEM, *about)
+                messages, hints = memory.fit_context(
+                    SYSTEM, turn.summary, turn.turns, hints, text, room, HISTORY_TURNS
+                )
             except ValueError:
                 raise Failure(TOO_LONG, "The message is too long.") from None
         else:
@@ -481,24 +481,26 @@ class AgentRun:
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
-        done, again = self.done, False
+        done = self.done
+        choice: Any = PLAN_CALL if self.request.reasoning else None
         if "tools" in self.request.options:
             return await self.pass_on()
         for number in range(1, MAX_ROUNDS + 1):
             capped = number == MAX_ROUNDS or max(self.seen.values(), default=0) > 2
-            first = PLAN_CALL if self.request.reasoning and number == 1 else None
-            reply = await self.ask("none" if capped or again else first)
+            choice = "none" if capped else choice
+            reply = await self.ask(choice)
             if reply.calls:
                 await self.run_calls(reply)
+                choice = None
                 continue
             # Silence is an answer where nothing was done before.
             wanted = reply.text or self.tools or capped
             empty = wanted and NO_ANSWER.fullmatch(reply.text)
             if empty:
                 self.take_back(reply)
-            if capped or again or not empty:
+            if choice == "none" or not empty:
                 break
-            again = True
+            choice = "none"
         if capped and done["finish_reason"] == "stop" and number > 1:
             done["finish_reason"] = "max_rounds"
         if empty:
@@ -573,8 +575,8 @@ class AgentRun:
         if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            known = self.functions, call.name, given
-            ok, text = await tools.call_tool(*known, TOOL_TIMEOUT)
+            functions = self.functions
+            ok, text = await tools.call_tool(functions, call.name, given, TOOL_TIMEOUT)
         result = {"name": call.name, "ok": ok, "content": text}
         if not planning:
             ms = round((time.monotonic() - began) * 1000)
@@ -1007,8 +1009,9 @@ class Service:
             *(LEARN_CONCURRENCY, EMBEDDING_TIMEOUT, RERANK_TIMEOUT),
             *(EMBEDDING_QUERY_PREFIX, EMBEDDING_DOCUMENT_PREFIX),
         )
-        what = self.complete, embed, EMBEDDING_MODEL, rerank, settings
-        self.memory = Memory(DATA_DIR, *what)
+        self.memory = Memory(
+            DATA_DIR, self.complete, embed, EMBEDDING_MODEL, rerank, settings
+        )
         self.running: dict[EventStream, tuple[str, str]] = {}  # user, session
 
     async def open(self) -> None:
@@ -1092,13 +1095,12 @@ class Service:
             memory.RequestRefused: It, or its answer, is too long, or it has a fault.
             Failure: The endpoint gave no answer.
         """
-        model = MEMORY_MODEL or await self.chat.discover()
-        most = min(1500, self.chat.context_tokens // 4)  # the rest is the prompt's
-        request: Json = {"model": model, "messages": messages}
-        request |= {"temperature": 0, "max_tokens": most}
+        request: Json = {"messages": messages, "temperature": 0}
+        request["model"] = MEMORY_MODEL or await self.chat.discover()
+        request["max_tokens"] = min(1500, self.chat.context_tokens // 4)
         request["response_format"] = {"type": "json_schema", "json_schema": schema}
-        switches = "chat_template_kwargs"
-        request |= {n: v for n, v in CHAT_EXTRA_BODY.items() if n == switches}
+        if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
+            request["chat_template_kwargs"] = switches
         try:  # patiently: nobody waits for it
             found = await self.chat.ask("chat/completions", request, 5)
         except Failure as failure:
