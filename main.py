@@ -776,9 +776,6 @@ class Endpoint:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note for /health how a request went; raise a Failure for whatever went wrong."""
-        unreached = (
-            "The model's endpoint cannot be reached: check its URL and that it runs."
-        )
         try:
             yield
             self.answers = True
@@ -788,7 +785,7 @@ class Endpoint:
         except TimeoutError as error:
             failure = Failure(TIMEOUT, TOO_SLOW, said=repr(error))
         except OSError as error:
-            failure = Failure(UNAVAILABLE, unreached, said=repr(error))
+            failure = Failure(UNAVAILABLE, UNREACHED, said=repr(error))
         except Exception as error:  # noqa: BLE001 (of aiohttp, or an answer that is none)
             failure = Failure(UNAVAILABLE, NOT_AVAILABLE, said=repr(error))
         self.answers = failure.code in (REJECTED, TOO_LONG)
@@ -812,9 +809,10 @@ class Endpoint:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         silence = patience * UPSTREAM_TIMEOUT
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
-        known: Json = {"timeout": limits, "data": to_json(body) if body else None}
-        known["allow_redirects"] = False  # they would carry prompts elsewhere
-        method, url = "POST" if body else "GET", f"{self.url}/{path}"
+        method, data = ("POST", to_json(body)) if body else ("GET", None)
+        url = f"{self.url}/{path}"
+        # A redirect would carry prompts elsewhere.
+        known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
         for pause in (0.5, 0):
             try:
                 with self.noted():
@@ -966,6 +964,7 @@ def without(request: Json, part: str) -> Json:
 
 
 TOO_SLOW = "The model's endpoint took too long."
+UNREACHED = "The model's endpoint cannot be reached: check its URL and that it runs."
 NOT_AVAILABLE = "The model's endpoint is not available."
 
 
