@@ -859,13 +859,16 @@ def test_no_text_of_a_models_can_stop_the_service():
     assert time.process_time() - began < 20  # it was hours
 
 
-def test_silence_is_broken_by_pings(start, model):
+def test_silence_is_broken_by_pings_and_nothing_follows_done(start, model):
     model.replies.append([WAIT, *says("Hello.")])
-    with start(PING_AFTER=0.02) as chat, streamed(chat, "Hi!") as events:
-        for _ in range(3):
-            assert until(events, "ping") == {"type": "ping"}
-        model.gate.set()
-        assert until(events, "done")["response"] == "Hello."
+    with start(PING_AFTER=0.001) as chat:
+        with streamed(chat, "Hi!") as events:
+            for _ in range(3):
+                assert until(events, "ping") == {"type": "ping"}
+            model.gate.set()
+            assert answer(list(events)) == "Hello."
+        for _ in range(20):
+            assert answer(chat.ask("Hi!"))
 
 
 # --- Tools ---
@@ -1742,28 +1745,26 @@ def test_sessions_are_listed_read_and_deleted(chat):
     assert chat.facts() == ["User likes tea."] and len(chat.turns(B)) == 1
 
 
-def test_what_is_not_there_is_404_and_makes_nothing(chat):
-    assert chat.http.get("/users/eve/memories").json() == {"memories": []}
-    assert chat.http.get("/users/eve/sessions").json() == {"sessions": []}
-    for method, path in USER_ROUTES[1:2] + USER_ROUTES[3:]:
-        reply = chat.http.request(method, path.replace("ann", "eve"))
-        assert (reply.status_code, "detail" in reply.json()) == (404, True), path
-    assert files(chat.folder) == [".lock"]
-
-
-def test_what_is_unknown_or_another_users_is_404(chat):
+def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
     chat.tell("I like tea.")
-    chat.ask("Hi!", user="bob", session=B)
+    chat.tell("Hi!", B, "bob")
+    settled(chat)
+    before = files(chat.folder)
     [fact] = chat.http.get("/users/ann/memories").json()["memories"]
-    for user, id, session in (("bob", fact["id"], A), ("ann", B, B)):
+    known = [("bob", fact["id"], A), ("ann", B, B), ("eve", fact["id"], A)]
+    for user, id, session in known:
         for method, path in [
             ("GET", f"memories/{id}/history"), ("DELETE", f"memories/{id}"),
             ("GET", f"sessions/{session}"), ("DELETE", f"sessions/{session}"),
         ]:  # fmt: skip
             reply = chat.http.request(method, f"/users/{user}/{path}")
-            assert reply.status_code == 404, (user, method, path)
+            assert (reply.status_code, "detail" in reply.json()) == (404, True), path
+    for path in ("/users/eve", "/users/eve/memories"):
+        assert chat.http.delete(path).status_code == 404
+    assert chat.http.get("/users/eve/memories").json() == {"memories": []}
+    assert chat.http.get("/users/eve/sessions").json() == {"sessions": []}
     assert chat.http.get("/users/ann/sessions/no-uuid").status_code in (404, 422)
-    assert chat.facts("ann") == ["User likes tea."] and len(chat.turns()) == 1
+    assert chat.facts("ann") == ["User likes tea."] and files(chat.folder) == before
 
 
 # --- Files ---
@@ -2036,6 +2037,10 @@ def test_a_bad_answer_is_retried_then_turns_are_learned_one_by_one(chat, model):
     sizes = [len(asked(learning)["turns"]) for learning in model.learnings]
     assert sizes == [1, 3, 1, 2, 1, 1]
     assert len(chat.tables("memory.json")["learned"]) == 1
+    told = chat.http.get("/health").json()
+    assert (told["given_up"], told["degraded"]) == (3, {})
+    chat.tell("I like cake")
+    assert chat.facts() == ["User likes cake."]
 
 
 def test_an_endpoint_without_json_schema_gets_json_object_then_plain_text(chat, model):
@@ -3352,19 +3357,8 @@ STREAMS = {
 [DONE]""",
         said("Hello", usage=USAGE),
     ),
-    "openai parallel calls": (
-        """
-{"role":"assistant","content":null}
-+ 0 call_X1 calculate ""
-+ 0 - - {"expression": "2+3"}
-+ 1 call_X2 convert_units ""
-+ 1 - - {"value": 5, "from_unit": "km",
-+ 1 - - "to_unit": "mi"}
-+ 2 call_X3 current_time {}
-tool_calls
-[DONE]""",
-        ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW)),
-    ),
+    "openai parallel calls": ('{"role":"assistant","content":null}\n+ 0 call_X1 calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 1 call_X2 convert_units ""\n+ 1 - - {"value": 5, "from_unit": "km",\n+ 1 - - "to_unit": "mi"}\n+ 2 call_X3 current_time {}\ntool_calls\n[DONE]',
+        ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW))),
     "openai refusal field": ('{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop',
         said("I cannot.")),
     "text before calls": ('"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls',
@@ -3384,20 +3378,10 @@ tool_calls
 [DONE]""",
         ran(("chatcmpl-tool-aa", *SUM), ("chatcmpl-tool-bb", *NOW), usage=USAGE),
     ),
-    "vllm hermes, later pieces with id null": (
-        """
-{"tool_calls":[{"id":"tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}
-{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}
-tool_calls""",
-        ran(("tool-aa", *SUM)),
-    ),
-    "vllm llama3_json, last piece beside finish_reason": (
-        """
-+ 0 tool-aa calculate
-+ 0 - - {"expression": "2+3
-{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}""",
-        ran(("tool-aa", *SUM)),
-    ),
+    "vllm hermes, later pieces with id null": ('{"tool_calls":[{"id":"tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}\n{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}\ntool_calls',
+        ran(("tool-aa", *SUM))),
+    "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}',
+        ran(("tool-aa", *SUM))),
     "vllm llama3_json without a parser":
         written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
@@ -3410,14 +3394,8 @@ tool_calls""",
     "vllm interval over 1: head and arguments together, calls interleaved": ('+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls',
         ran(("aa", *SUM), ("bb", *MILES))),
     # Ollama, llama.cpp
-    "ollama several calls, all with index 0, beside content": (
-        """
-{"role":"assistant","content":"","tool_calls":[{"id":"aa","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}
-+ 0 bb calculate {"expression":"7*6"}
-+ 0 cc current_time {}
-stop""",
-        ran(("aa", *SUM), ("bb", *PRODUCT), ("cc", *NOW)),
-    ),
+    "ollama several calls, all with index 0, beside content": ('{"role":"assistant","content":"","tool_calls":[{"id":"aa","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}\n+ 0 bb calculate {"expression":"7*6"}\n+ 0 cc current_time {}\nstop',
+        ran(("aa", *SUM), ("bb", *PRODUCT), ("cc", *NOW))),
     "ollama several calls in one chunk, without ids": ('+ 0 - calculate {"expression":"2+3"} & 0 - calculate {"expression":"7*6"}\nstop',
         ran(("new0", *SUM), ("new1", *PRODUCT))),
     "llama.cpp": (
@@ -3429,15 +3407,8 @@ stop""",
         ran(("Zz9", *SUM), usage=USAGE),
     ),
     # Thinking
-    "deepseek reasoning_content, then content": (
-        """
-{"role":"assistant","content":null,"reasoning_content":""}
-{"content":null,"reasoning_content":"Two and "}
-{"content":null,"reasoning_content":"three."}
-{"content":"Five.","reasoning_content":null}
-stop""",
-        said("Five.", thought=["Two and ", "three."]),
-    ),
+    "deepseek reasoning_content, then content": ('{"role":"assistant","content":null,"reasoning_content":""}\n{"content":null,"reasoning_content":"Two and "}\n{"content":null,"reasoning_content":"three."}\n{"content":"Five.","reasoning_content":null}\nstop',
+        said("Five.", thought=["Two and ", "three."])),
     "vllm reasoning field, then a call": ('{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls',
         ran(("aa", *SUM), thought=["Hm."])),
     "both reasoning fields say the same": ('{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop',
@@ -3880,12 +3851,9 @@ def test_a_plan_that_is_no_list_of_steps_is_told_so(shared, picky):
     assert picky.requests[1]["messages"][-1]["content"].startswith("Error: ")
 
 
-def test_the_instructions_carry_the_techniques(shared, picky):
+def test_a_plan_is_asked_for_and_offered_in_reasoning_mode_alone(shared, picky):
     turn(shared, calls(planned("Add")), [SO], reasoning_mode=True)
-    instructions = picky.requests[1]["messages"][-1]["content"]
-    for technique in ("several calls at once", "compare what comes back", "plan again",
-                      "Never repeat", "Stop as soon", "not found"):  # fmt: skip
-        assert technique in instructions
+    assert "plan again" in picky.requests[1]["messages"][-1]["content"]
     assert "2 to 6" in picky.requests[0]["tools"][0]["function"]["description"]
     turn(shared, [SO])
     assert "plan" not in {t["function"]["name"] for t in picky.requests[-1]["tools"]}
@@ -5118,11 +5086,11 @@ def test_kills_of_all_workers_lose_and_double_nothing(model, tmp_path, monkeypat
     chance, acknowledged = random.Random(8), []
 
     @contextmanager
-    def service(workers):
-        with process(tmp_path, model.url, WEB_CONCURRENCY=str(workers)) as chat:
+    def service():
+        with process(tmp_path, model.url, WEB_CONCURRENCY="2") as chat:
             try:
                 ready = "Application startup complete"
-                wait_for(lambda: chat.printed()[1].count(ready) == workers, 60)
+                wait_for(lambda: chat.printed()[1].count(ready) == 2, 60)
                 yield chat
             finally:
                 with suppress(ProcessLookupError):
@@ -5155,7 +5123,7 @@ def test_kills_of_all_workers_lose_and_double_nothing(model, tmp_path, monkeypat
         return words
 
     for life in range(3):
-        with ThreadPoolExecutor(4) as pool, service(2) as chat:
+        with ThreadPoolExecutor(4) as pool, service() as chat:
             told(chat)
             before = len(acknowledged)
             clients = [pool.submit(talk, chat.url, life, n) for n in range(4)]
@@ -5164,8 +5132,8 @@ def test_kills_of_all_workers_lose_and_double_nothing(model, tmp_path, monkeypat
             os.killpg(chat.process.pid, signal.SIGKILL)
             for client in clients:  # the kill alone ended them
                 assert isinstance(client.exception(30), httpx.TransportError)
-    with ThreadPoolExecutor(8) as pool, service(4) as chat:
-        list(pool.map(lambda n: talk(chat.url, "last", n, 20), range(8)))
+    with ThreadPoolExecutor(8) as pool, service() as chat:
+        list(pool.map(lambda n: talk(chat.url, "last", n, 12), range(8)))
         for user, words in told(chat).items():
             chat.learned(user)
             tables = chat.tables("memory.json", user)
@@ -5173,7 +5141,7 @@ def test_kills_of_all_workers_lose_and_double_nothing(model, tmp_path, monkeypat
             assert sorted(fact["text"] for fact in tables["facts"]) == wanted
             assert {fact["frequency"] for fact in tables["facts"]} == {1}
             assert sorted(row["new_memory"] for row in tables["history"]) == wanted
-    assert len(acknowledged) > 160
+    assert len(acknowledged) > 96
 
 
 async def talk_and_forget(folder, user):
@@ -5267,12 +5235,6 @@ def test_an_interrupted_turn_keeps_what_its_tools_have_returned(chat, model):
     told = sorted(event["content"] for event in ended)
     assert sorted(row["content"] for row in turn["tools"]) == told
     assert [(row["name"], row["arguments"]) for row in turn["tools"]] == list(asked)
-
-
-def test_no_ping_follows_done(start):
-    with start(PING_AFTER=0.001) as chat:
-        for _ in range(20):
-            assert chat.ask("Hi!")[-1]["type"] == "done"
 
 
 # --- The OpenAI-compatible face ---
@@ -5956,20 +5918,16 @@ def test_the_hints_are_in_the_rerankers_order_at_both_faces(ranked, model):
     assert [*map(int, noted)] == years
 
 
-def test_the_rerankers_model_and_key_are_as_set(start, model):
-    settings = {"RERANK_MODEL": "bge", "RERANK_API_KEY": "rk", "HINT_TOKENS": 100}
+def test_the_rerankers_model_and_key_are_as_set_and_used_where_not_all_fits(
+    start, model
+):
+    settings = {"RERANK_MODEL": "bge", "RERANK_API_KEY": "rk"}
     with start(RERANK_BASE_URL=model.url, **settings) as chat:
         teach(chat, model, PLACES)
+        assert chat.ask(TOWNS, session=B)[0]["degraded"] == [] and not model.ranked
         towns(chat)
     assert model.ranked[0]["model"] == "bge"
     assert {h.get(b"authorization") for h in model.headers} >= {b"Bearer rk"}
-
-
-def test_where_all_facts_fit_nobody_is_asked_to_rank_them(start, model):
-    with start(RERANK_BASE_URL=model.url) as chat:
-        teach(chat, model, PLACES)
-        assert chat.ask(TOWNS, session=B)[0]["degraded"] == []
-    assert not model.ranked
 
 
 def results(*pairs):
@@ -6090,15 +6048,6 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
         wait_for(lambda: chat.http.get("/health").json()["pending"] == 0)
         assert chat.http.get("/health").json()["degraded"] == {}
         assert chat.facts() == ["User likes tea."]
-
-
-def test_health_counts_turns_that_were_given_up(chat, model):
-    model.operations += ["I would rather not."] * 3
-    chat.tell("I like tea.")
-    chat.ask("I like cake.")
-    wait_for(lambda: chat.facts() == ["User likes cake."])
-    reply = chat.http.get("/health").json()
-    assert (reply["given_up"], reply["degraded"]) == (1, {})
 
 
 @pytest.mark.parametrize("seconds, looks", [(3600.0, 0), (0.0, 3)])
