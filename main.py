@@ -1117,6 +1117,7 @@ class Service:
             self.memory.use_model(await embedder.discover())
         body = {"model": embedder.model, "input": texts, "encoding_format": "base64"}
         found = (await embedder.ask("embeddings", body))["data"]
+        found.sort(key=lambda row: row["index"])
         return [vector_of(row["embedding"]) for row in found]
 
     async def rerank(
