@@ -183,8 +183,8 @@ class TurnRequest:
     """What a turn is asked, whichever face of the service it came to."""
 
     text: str  # of the last user message
-    user: str = ""  # empty: no memory is read or written
-    session: str = ""
+    user: str = ""  # who asks; empty: not known
+    session: str = ""  # empty: no memory is read or written
     reasoning: bool = False
     history: list[Message] | None = None  # the client's; None: the transcript's
     options: Json = field(default_factory=dict)  # the client's, for the endpoint
@@ -350,7 +350,7 @@ async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) 
     begin = service.memory.turn
     failure = Failure(UNAVAILABLE, "The turn was stopped.")
     try:
-        own = begin(asked.user, asked.session) if asked.user else nullcontext()
+        own = begin(asked.user, asked.session) if asked.session else nullcontext()
         async with own as turn:
             done = await AgentRun(service, turn, asked, events).run()
         events.emit("done", **done)
@@ -1039,17 +1039,15 @@ class Service:
         for endpoint in self.endpoints.values():
             await endpoint.http.close()
 
-    def begin(self, asked: TurnRequest, events: EventStream, user: str) -> EventStream:
-        """Start a turn in a task of its own; 503 where there is no endpoint or no room.
-
-        `user` is who asks, also where no memory is read or written; "": not known.
-        """
+    def begin(self, asked: TurnRequest, events: EventStream) -> EventStream:
+        """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         for other in list(self.running):
             if other.closed and other.task.done():
                 del self.running[other]
+        user = asked.user
         own = [session for name, session in self.running.values() if name == user]
         if (
             len(self.running) >= MAX_CONCURRENT_TURNS
@@ -1327,14 +1325,15 @@ async def openapi() -> Json:
 async def chat(body: ChatBody) -> Response:
     user, session, reasoning = body.user_id, str(body.session_id), body.reasoning_mode
     request = TurnRequest(body.message, user, session, bool(reasoning))
-    return service().begin(request, EventStream(), user)
+    return service().begin(request, EventStream())
 
 
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     history = [said.model_dump(exclude_unset=True) for said in body.messages]
     asked = [text_of(said) for said in history if said["role"] == "user"] or [""]
-    turn = TurnRequest(asked[-1], history=history, options=body.model_extra or {})
+    turn = TurnRequest(asked[-1], body.user or "", history=history)
+    turn.options = body.model_extra or {}
     if body.tools:
         turn.options["tools"] = body.tools
     else:
@@ -1345,10 +1344,10 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     session = agreeing_value(request, named, "X-Session-Id")
     if body.user and asked[-1] and on and body.store is not False:
         first = next(filter(None, asked))
-        turn.user, turn.session = body.user, session_uuid(body.user, session, first)
+        turn.session = session_uuid(body.user, session, first)
     usage = (body.stream_options or {}).get("include_usage") is True
     answer = OpenAIStream(service().chat, bool(body.stream), usage)
-    return service().begin(turn, answer, body.user or "")
+    return service().begin(turn, answer)
 
 
 def session_uuid(user: str, named: str, first: str) -> str:
