@@ -35,7 +35,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import wraps
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -1328,41 +1327,6 @@ def test_what_fails_before_the_first_token_is_tried_again(chat, model):
     model.replies += [refused(500), says("Hello.")]
     assert answer(chat.ask("Hi!")) == "Hello."
     assert len(model.requests) == 2 and model.requests[0] == model.requests[1]
-
-
-class AnswersOnce(BaseHTTPRequestHandler):
-    """Answers one chat on a connection, and closes it when the next is asked."""
-
-    protocol_version, chats, asked = "HTTP/1.1", 0, 0
-
-    def do_GET(self):
-        self.answer(b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
-        self.chats += 1
-        self.close_connection = self.chats > 1
-        if not self.close_connection:
-            AnswersOnce.asked += 1
-            said = b'data: {"choices": [{"delta": {"content": "Yes."}}]}\n\n'
-            self.answer(said + END)
-
-    def answer(self, content):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-def test_a_kept_connection_that_has_ended_meanwhile_is_no_failure(start):
-    with ThreadingHTTPServer(("127.0.0.1", 0), AnswersOnce) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        with start(BASE_URL=url, EMBEDDING_BASE_URL=None, EMBEDDING_MODEL="") as chat:
-            for _ in range(5):
-                assert complete(chat, "Hi!").text == "Yes."  # and nothing is learned
-        server.shutdown()
-    assert AnswersOnce.asked == 5
 
 
 def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tmp_path):
@@ -3284,10 +3248,8 @@ STREAMS = {
     ),
     "openai parallel calls": ('{"role":"assistant","content":null}\n+ 0 call_X1 calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 1 call_X2 convert_units ""\n+ 1 - - {"value": 5, "from_unit": "km",\n+ 1 - - "to_unit": "mi"}\n+ 2 call_X3 current_time {}\ntool_calls\n[DONE]',
         ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW))),
-    "openai refusal field": ('{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop',
-        said("I cannot.")),
-    "text before calls": ('"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls',
-        ran(("call_X1", *SUM), text=["Let me ", "see."])),
+    "openai refusal field": ('{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop', said("I cannot.")),
+    "text before calls": ('"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls', ran(("call_X1", *SUM), text=["Let me ", "see."])),
     "nothing at all": ("stop\n[DONE]", said()),
     # vLLM
     "vllm hermes": (
@@ -3307,15 +3269,13 @@ STREAMS = {
         ran(("tool-aa", *SUM))),
     "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}',
         ran(("tool-aa", *SUM))),
-    "vllm llama3_json without a parser":
-        written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
+    "vllm llama3_json without a parser": written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
     "mistral content as parts": ('{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop',
         said("Hel", "lo.")),
     "vllm xlam leaks the fence and the start of the JSON": ('"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls',
         ran(("aa", *SUM), text=["```", '[{"name": "calc'])),
-    "vllm named tool choice ends in stop": ('+ 0 aa calculate {"expression":\n+ 0 - calculate "2+3"}\nstop',
-        ran(("aa", *SUM))),
+    "vllm named tool choice ends in stop": ('+ 0 aa calculate {"expression":\n+ 0 - calculate "2+3"}\nstop', ran(("aa", *SUM))),
     "vllm interval over 1: head and arguments together, calls interleaved": ('+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls',
         ran(("aa", *SUM), ("bb", *MILES))),
     # Ollama, llama.cpp
@@ -3336,50 +3296,34 @@ STREAMS = {
         said("Five.", thought=["Two and ", "three."])),
     "vllm reasoning field, then a call": ('{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls',
         ran(("aa", *SUM), thought=["Hm."])),
-    "both reasoning fields say the same": ('{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop',
-        said("Yes.", thought=["Hm."])),
-    "think tags in the content": (contents("<think>\nHm.", "</think>\n\nYes."),
-        said("Yes.", thought=["\nHm."])),
-    "think tags split over chunks": (contents("<", "thi", "nk>", "Hm <", " 3.</th", "ink", ">", "\n\n", "Yes."),
-        said("Yes.", thought=["Hm ", "< 3."])),
-    "think tag never closed": ('"<think>Hm, "\n"and </thi"\nlength',
-        said(finish_reason="length", thought=["Hm, ", "and ", "</thi"])),
+    "both reasoning fields say the same": ('{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop', said("Yes.", thought=["Hm."])),
+    "think tags in the content": (contents("<think>\nHm.", "</think>\n\nYes."), said("Yes.", thought=["\nHm."])),
+    "think tags split over chunks": (contents("<", "thi", "nk>", "Hm <", " 3.</th", "ink", ">", "\n\n", "Yes."), said("Yes.", thought=["Hm ", "< 3."])),
+    "think tag never closed": ('"<think>Hm, "\n"and </thi"\nlength', said(finish_reason="length", thought=["Hm, ", "and ", "</thi"])),
     "think tags, then a call as text": (contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"),
         ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."])),
-    "what only begins like a think tag": (contents("<th", "ree> is no tag"),
-        said("<three> is no tag")),
+    "what only begins like a think tag": (contents("<th", "ree> is no tag"), said("<three> is no tag")),
     "a think tag later in the answer is text": told_as_it_is("See ", "<think>x</think>."),
     # Calls as text
     "tool_call tags": written("<tool", f"_call>\n{CALL[:9]}", f"{CALL[9:]}\n</tool_call>"),
-    "several tool_call tags":
-        written(f"<tool_call>{CALL}</tool_call>\n", f"<tool_call>{CLOCK}</tool_call>", calls=BOTH),
+    "several tool_call tags": written(f"<tool_call>{CALL}</tool_call>\n", f"<tool_call>{CLOCK}</tool_call>", calls=BOTH),
     "fenced JSON": written(f"```json\n{CALL[:9]}", f"{CALL[9:]}\n```"),
     "bare JSON object": written(CALL),
-    "two fenced lists after one another":
-        written(f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH),
+    "two fenced lists after one another": written(f"```json\n[{CALL}]\n```\n", f"```json\n[{CLOCK}]\n```", calls=BOTH),
     "an unknown tool in JSON is an answer": told_as_it_is('[{"name": "gree', 'ting"}]'),
-    "a known tool beside an unknown one is an answer":
-        told_as_it_is(CALL, CALL.replace("calculate", "greet")),
-    "JSON about something of a tool's name is an answer":
-        told_as_it_is('{"name": "calculate", "price": 3}'),
+    "a known tool beside an unknown one is an answer": told_as_it_is(CALL, CALL.replace("calculate", "greet")),
+    "JSON about something of a tool's name is an answer": told_as_it_is('{"name": "calculate", "price": 3}'),
     "other JSON is an answer": told_as_it_is("{", '"answer"', ": 42}"),
     "fenced code is an answer": told_as_it_is("```", "python", "\nprint(1)\n```"),
-    "a call that is only mentioned is an answer":
-        told_as_it_is("Write ", f"<tool_call>{CALL}</tool_call>"),
+    "a call that is only mentioned is an answer": told_as_it_is("Write ", f"<tool_call>{CALL}</tool_call>"),
     "a call with words after it is an answer": told_as_it_is(CALL, " is how."),
     # Pieces of calls
-    "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop',
-        ran(("aa", *SUM), ("bb", *NOW))),
-    "pieces without id": ('+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop',
-        ran(*BOTH)),
-    "pieces with neither": ('+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop',
-        ran(("new0", *SUM), ("new1", *PRODUCT))),
-    "name repeated in each piece": ('+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop',
-        ran(("aa", *SUM))),
-    "name repeated without id, up to an empty last piece": ('+ 0 - calculate {"expression":\n+ 0 - calculate "2+3"}\n+ 0 - calculate ""\nstop',
-        ran(("new0", *SUM))),
-    "another id in each piece": ('+ 0 aa calculate ""\n+ 0 ab - {"expression":\n+ 0 ac - "2+3"}\nstop',
-        ran(("aa", *SUM))),
+    "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
+    "pieces without id": ('+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop', ran(*BOTH)),
+    "pieces with neither": ('+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop', ran(("new0", *SUM), ("new1", *PRODUCT))),
+    "name repeated in each piece": ('+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop', ran(("aa", *SUM))),
+    "name repeated without id, up to an empty last piece": ('+ 0 - calculate {"expression":\n+ 0 - calculate "2+3"}\n+ 0 - calculate ""\nstop', ran(("new0", *SUM))),
+    "another id in each piece": ('+ 0 aa calculate ""\n+ 0 ab - {"expression":\n+ 0 ac - "2+3"}\nstop', ran(("aa", *SUM))),
     "a piece without a name is no call": ('{"tool_calls":[{"index":0,"id":"aa","function":{"name":"","arguments":""}}]}\n+ 1 bb current_time {}\nstop',
         ran(("bb", *NOW))),
     "arguments as objects": ('{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop',
@@ -3387,14 +3331,12 @@ STREAMS = {
     "arguments empty, or null": (
         '+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop',
         ran(("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW))),
-    "arguments missing, or said to be null": ("+ 0 aa current_time\n+ 1 bb current_time null\nstop",
-        ran(("aa", *NOW), ("bb", *NOW))),
+    "arguments missing, or said to be null": ("+ 0 aa current_time\n+ 1 bb current_time null\nstop", ran(("aa", *NOW), ("bb", *NOW))),
     "arguments no JSON number, or cut and said to be complete": ('+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop',
         ran(("aa", *MISUSED), ("bb", *MISUSED))),
     # The end
     "tool_calls without calls": ('"Hi."\ntool_calls\n[DONE]', said("Hi.")),
-    "tool_calls with an empty list": ('{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]',
-        said("Hi.")),
+    "tool_calls with an empty list": ('{"content":"Hi.","tool_calls":[]}\n{"tool_calls":null}\ntool_calls\n[DONE]', said("Hi.")),
     "no finish_reason, but [DONE]": ('"Hi."\n[DONE]', said("Hi.")),
     "no finish_reason, a call and [DONE]": ("+ 0 aa current_time {}\n[DONE]", ran(("aa", *NOW))),
     "finish_reason, but no [DONE]": ('"Hi."\nstop', said("Hi.")),
@@ -3413,20 +3355,17 @@ stop
     "CRLF": (sse('"Hi."\nstop\n[DONE]').replace(b"\n", b"\r\n"), said("Hi.")),
     "comments, other fields, data: without a space": ('~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]',
         said("Hi.")),
-    "blank lines missing between events": (sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"),
-        said("Hel", "lo")),
+    "blank lines missing between events": (sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"), said("Hel", "lo")),
     "no line end at the end": (sse('"Hi."\nstop\n[DONE]').rstrip(), said("Hi.")),
     "an event that is no object": ('"Hi"\n~data: 5\n~\nstop\n[DONE]', broke("Hi")),
     "events without data": ('~data:\n~\n~event: ping\n~\n"Hi."\nstop', said("Hi.")),
     "nulls and strings where objects belong": ('{"choices":[null]}\n{"choices":null,"usage":5}\n{"choices":[{"delta":"x"}]}\n{"tool_calls":["x"]}\n{"tool_calls":[{"function":"x"}]}\n{"content":5}\n"Hi."\nstop',
         said("Hi.")),
-    "error object mid-stream": ('"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]',
-        broke("Hi")),
+    "error object mid-stream": ('"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]', broke("Hi")),
     "truncated JSON line": ('"Hi"\n~data: {"choices":[{"del\n~\nstop', broke("Hi")),
     "truncated JSON at the end": ('"Hi"\n~data: {"choices":[{"del', broke("Hi")),
     # The text
-    "emoji, CJK and line separators": (sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()),
-        said("😀 ", "你好\u2028\u0085")),
+    "emoji, CJK and line separators": (sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()), said("😀 ", "你好\u2028\u0085")),
     "escaped pairs": ('"\\ud83d\\ude00!"\nstop\n[DONE]', said("😀!")),
     "lone surrogates": ('"a \\ud83d b"\nstop\n[DONE]', said("a ? b")),
     "bytes that are no UTF-8": (sse('"a @ b"\nstop\n[DONE]').replace(b"@", b"\xff"), said("a \ufffd b")),
@@ -3716,16 +3655,13 @@ def test_a_transcript_has_the_tools_and_not_the_thinking(shared, picky):
     assert picky.requests[-1]["messages"][-2] == last
 
 
-def test_a_call_at_the_cap_is_not_run(shared, picky, monkeypatch):
+def test_a_call_in_the_text_at_the_cap_is_not_run(shared, picky, monkeypatch):
     monkeypatch.setattr(main, "MAX_ROUNDS", 2)
-    for reply, more in (
-        (calls(compute("2+3")), []),
-        (says(f"<tool_call>{CALL}</tool_call>"), ["token", "thought"]),
-    ):
-        events = turn(shared, calls(planned("a")), reply, reasoning_mode=True)
-        assert [e["type"] for e in events] == ["plan", *more, "token", "done"]
-        assert events[-1]["finish_reason"] == "max_rounds"
-        assert answer(events) == main.SORRY == events[-2]["text"]
+    call = says(f"<tool_call>{CALL}</tool_call>")
+    events = turn(shared, calls(planned("a")), call, reasoning_mode=True)
+    assert [e["type"] for e in events] == ["plan", "token", "thought", "token", "done"]
+    assert events[-1]["finish_reason"] == "max_rounds"
+    assert answer(events) == main.SORRY == events[-2]["text"]
 
 
 @pytest.mark.parametrize("reasoning", [True, False])
@@ -3752,10 +3688,6 @@ def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
     assert turn(shared, [SO], reasoning_mode=True) == said("So.")
     assert len(picky.requests) == 5 and "tool_choice" not in picky.requests[4]
     assert len([w for w in warnings(caplog) if "tool_choice" in w]) == 1
-    shared.service.chat.unsupported["tool_choice"] -= 601
-    picky.refuse = lambda r: None
-    turn(shared, calls(planned("a")), [SO], reasoning_mode=True)
-    assert picky.requests[5]["tool_choice"] == FORCED
 
 
 def test_an_endpoint_without_tools_answers_all_the_same(shared, picky):
@@ -5726,20 +5658,14 @@ def test_a_client_that_leaves_a_completion_stops_the_model(chat, model, way):
     assert chat.facts() == ["User likes tea."] and not model.gate.is_set()
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["answer", "error"])
-def test_pings_keep_the_line_and_no_client_minds_them(start, model, fails):
-    model.replies.append([WAIT, CUT] if fails else [WAIT, *says("Hello.")])
+def test_pings_keep_the_line_and_no_client_minds_them(start, model):
+    model.replies.append([WAIT, *says("Hello.")])
     with start(PING_AFTER=0.02) as chat:
         # It returns with the first byte of the answer, and there is no token yet.
         parts = client_of(chat).chat.completions.create(**to_create("Hi!", "stream"))
         assert not model.gate.is_set()
         model.gate.set()
-        if fails:
-            with pytest.raises(openai.APIError) as raised:
-                list(parts)
-            assert raised.value.code == "upstream_unavailable"
-        else:
-            assert Answer(list(parts)).text == "Hello."
+        assert Answer(list(parts)).text == "Hello."
 
 
 def test_silence_does_not_break_an_answer_in_one_piece(start, model):
