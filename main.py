@@ -796,8 +796,8 @@ class Endpoint:
     ) -> aiohttp.ClientResponse:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
-        By aiohttp itself: behind openai's client and httpx a chat took 15 to 20 % more
-        CPU. What they had beyond it: Retry-After, and a second of two retries.
+        By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
+        httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
 
         Args:
             patience: How many times UPSTREAM_TIMEOUT it may be silent.
