@@ -2366,15 +2366,17 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it(chat, model):
 
 def test_an_update_that_tells_of_something_else_is_added(chat, model):
     known = ["User's team is Ajax.", "User has a dog named Rex.", "User lives in Rome."]
+    known.append("User is named Kim.")
     team, pet = "User's brother's team is Feyenoord.", "User has a cat named Luna."
     porto, bonn = "User's sister Ana lives in Porto.", "User lives in Bonn."
     teach(chat, model, known)
-    for id, text in ((0, team), (1, pet), (2, porto), (5, bonn)):
+    for id, text in ((0, team), (1, pet), (2, porto), (6, bonn)):
         facts = learn_by(chat, model, text, ("update", id, text))
     assert facts == [*known, team, pet, porto, bonn]
-    for id, text in ((5, "User's sister is called Anna."), (0, "User's team is PSV.")):
-        facts = learn_by(chat, model, text, ("update", id, text))
-        assert (facts[id], len(facts)) == (text, 7)
+    for id, same in ((6, "User's sister is Anna."), (0, "User's team is PSV.")):
+        assert learn_by(chat, model, same, ("update", id, same))[id] == same
+    new_name = learn_by(chat, model, "I am Kai", ("update", 3, "User is named Kai."))
+    assert (new_name[3], len(new_name)) == ("User is named Kai.", 8)
 
 
 def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
