@@ -39,9 +39,9 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,7 +78,7 @@ class Settings:
 
     hint_tokens: int = 350  # of hints in one prompt
     hint_k: int = 8  # facts retrieved, beside the profile
-    history_turns: int = 6  # verbatim turns that a summary leaves
+    history_turns: int = 6  # verbatim turns that a summary leaves, at least 1
     summaries: bool = True  # False: old turns are dropped, not summarised
     max_facts: int = 2000  # a user
     learn_concurrency: int = 4  # users learned from at once
@@ -95,6 +95,7 @@ def check_time(text: str) -> str:
 
 
 Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601 with its zone
+Status = Literal["complete", "interrupted", "error"]
 Number = Annotated[int, Field(ge=1)]
 
 
@@ -117,7 +118,7 @@ class TurnRow(TypedDict):
     turn: Number
     query: str
     response: str
-    status: Literal["complete", "interrupted", "error"]
+    status: Status
     reasoning_mode: bool
     rounds: int
     tools: list[dict[str, JsonValue]]  # name, arguments, ok, content
@@ -208,7 +209,11 @@ def folder_name(name: str) -> str:
 
 
 def need_disk() -> None:
-    """Raise NeedsDisk on an event loop, which must not wait for the disk."""
+    """Raise NeedsDisk on an event loop, which must not wait for the disk.
+
+    All of the function that `Locks.call` has called is then called again in a thread: it
+    has changed nothing before that may not be done twice.
+    """
     with suppress(RuntimeError):  # there is none: this is a thread
         asyncio.get_running_loop()
         raise NeedsDisk
@@ -237,9 +242,9 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     folder = os.open(path.parent, os.O_RDONLY)  # first: this fails where many are open
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            while content:
-                content = content[file.write(content) :]
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
             # The kernel's own mtime may be 4 ms coarse; caches go by it.
             os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
             os.fsync(file.fileno())
@@ -271,7 +276,7 @@ class AtomicStorage(Storage, Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing of the file: so before every read and write, which may fail."""
+        """Forget what was read: done before each read and write, as either may fail."""
         self.stamp: Stamp | None = None
         self.tables: Tables = {}
         self.value: T | None = None
@@ -279,19 +284,21 @@ class AtomicStorage(Storage, Generic[T]):
     def load(self) -> T | None:
         """Return the file's value; None: there is none, or it was damaged and is set aside."""
         found = stamp(self.path)
-        if found != self.stamp:
-            need_disk()
-            self.forget()
-            if found:
-                content = self.path.read_bytes()
-                try:
-                    tables = pydantic_core.from_json(content)
-                    self.value = self.parse(tables)
-                except (ValueError, LookupError, TypeError, AttributeError):
-                    set_aside(self.path)
-                else:
-                    self.stamp, self.tables = found, tables
-        return self.value
+        if found == self.stamp:
+            return self.value
+        need_disk()
+        self.forget()
+        if not found:
+            return None
+        for _ in range(2):  # what another machine writes may not be here whole at first
+            content = self.path.read_bytes()
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                tables = pydantic_core.from_json(content)
+                self.value = self.parse(tables)
+                self.stamp, self.tables = found, tables
+                return self.value
+        set_aside(self.path)
+        return None
 
     def read(self) -> Tables | None:
         """Return the tables, in a dict where TinyDB may put others in their place."""
@@ -337,23 +344,25 @@ class Locks:
         self.path, self.loop = path, asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        self.owners = self.holding = 0  # who have it open; locks
-        self.broken = False  # the file wants to be opened anew
+        self.owners = 0  # how many have it open
+        self.holding = 0  # locks that are held
+        self.broken = False  # locking failed: the file is to be opened again
         # Of its own: tools that hang must not keep turns from being saved.
         self.disk = ThreadPoolExecutor(thread_name_prefix="disk")
 
     @classmethod
     def open(cls, path: Path) -> "Locks":
-        """Return the one for a file; RuntimeError: another running event loop has it."""
-        known = cls.opened.get(path)
-        if known and known.loop is not asyncio.get_running_loop():
-            if known.loop.is_running():
-                raise RuntimeError(f"{path.parent} is open in another event loop")
-            os.close(known.file)
-            known = None
-        cls.opened[path] = known = known or cls(path)
-        known.owners += 1
-        return known
+        """Return the one for a file; RuntimeError: another event loop has it open."""
+        locks = cls.opened.get(path)
+        if locks and locks.loop.is_closed():  # and nobody has closed them
+            os.close(locks.file)
+            locks = None
+        locks = locks or cls(path)
+        if locks.loop is not asyncio.get_running_loop():
+            raise RuntimeError(f"{path.parent} is open in another event loop")
+        cls.opened[path] = locks
+        locks.owners += 1
+        return locks
 
     def close(self) -> None:
         self.owners -= 1
@@ -364,7 +373,7 @@ class Locks:
 
     @asynccontextmanager
     async def held(self, name: str, wait: bool = True) -> AsyncIterator[None]:
-        """Hold a lock; BlockingIOError: another has it, and `wait` is false; OSError: there are none."""
+        """Hold a lock; BlockingIOError: another has it, and `wait` is false; OSError: none can be had."""
         place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
         task = self.tasks.setdefault(place, asyncio.Lock())
         if task.locked() and not wait:
@@ -571,7 +580,7 @@ class Index:
 
 def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     """Return how far the cosines of vectors, a row each, lie apart (0: too few), and their mean."""
-    # By their first number: the same whatever the order.
+    # Sorted by their first number, or it would depend on the order of the entries.
     sample = vectors[vectors[:, 0].argsort()][:: len(vectors) // 150 + 1]
     mean = sample.mean(axis=0)
     # Not a matrix product, which wakes threads.
@@ -725,9 +734,13 @@ class Unlearned(NamedTuple):
         return f"{self.session_id}/{self.row['turn']}"
 
 
-# What stands before a turn: its number, the state, the session's newest file, and the
-# turns of all sessions not yet learned
-Begun = tuple[int, State, Transcript, list[Unlearned]]
+class Begun(NamedTuple):
+    """What stands before a turn."""
+
+    number: int  # of the turn
+    state: State
+    transcript: Transcript  # the session's newest file
+    unlearned: list[Unlearned]  # of all sessions
 
 
 class UserFiles:
@@ -826,7 +839,7 @@ class UserFiles:
         if not state.name:
             state = self.write(replace(state, name=name))
         number = self.last_turn(session_id) + 1
-        return number, state, self.transcript(session_id), waiting
+        return Begun(number, state, self.transcript(session_id), waiting)
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -873,20 +886,32 @@ def erase(folder: Path, *patterns: str) -> None:
 class User:
     """A user in memory: the files, and the vectors of facts and of past messages."""
 
-    def __init__(self, folder: Path, model: str, locks: Locks):
-        self.key, self.files, self.locks = folder.name, UserFiles(folder), locks
-        self.facts = Vectors(folder / "memory.faiss", model)
-        self.past = Vectors(folder / "turns.faiss", model)
+    def __init__(self, memory: "Memory", key: str):
+        self.memory, self.key = memory, key
+        folder = memory.folder / key
+        self.files = UserFiles(folder)
+        self.facts = Vectors(folder / "memory.faiss", memory.model)
+        self.past = Vectors(folder / "turns.faiss", memory.model)
         self.fact_index: tuple[dict[str, Fact], Index] | None = None  # and of what
         self.unembedded: list[Entry] = []  # past messages seen without a vector
         self.busy = 0  # turns that run, and workers that look
         self.used = 0.0  # seconds of the event loop's clock
         self.size = 2000  # bytes held in memory, as measured last
 
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold the user's lock; where the files fail meanwhile, storage is degraded."""
+        try:
+            async with self.memory.locks.held(self.key):
+                yield
+        except OSError:
+            self.memory.degraded.note("storage", failed=True)
+            raise
+
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function under the user's lock."""
-        async with self.locks.held(self.key):
-            return await self.locks.call(function, *arguments)
+        async with self.held():
+            return await self.memory.locks.call(function, *arguments)
 
     def is_dirty(self) -> bool:
         """Tell whether there are vectors that are not on disk."""
@@ -903,14 +928,16 @@ class User:
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> Ranked:
         facts = self.files.load().facts
-        if self.facts.load() or not self.fact_index or self.fact_index[0] is not facts:
-            need_disk()  # of 2,000 facts it takes 20 ms
-            self.fact_index = facts, self.facts.index(fact_entries(facts))
-        found = self.fact_index[1].search(query, vector, k, cut)
+        of, index = self.fact_index or ({}, None)
+        if self.facts.load() or not index or of is not facts:
+            need_disk()  # to index 2,000 facts takes 20 ms
+            index = self.facts.index(fact_entries(facts))
+            self.fact_index = facts, index
+        found = index.search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
 
     def nearest(self, vector: np.ndarray | None) -> str:
-        """Return the id of the fact nearest to a vector, of three at least that have one."""
+        """Return the id of the fact nearest to a vector; "": fewer than three have one."""
         found = self.search_facts("", vector, 1, cut=False)
         return found[0][1]["id"] if found else ""
 
@@ -933,6 +960,8 @@ class User:
     def missing(self) -> list[Entry]:
         """Return the facts, and of past messages those that were searched, without a vector."""
         entries = fact_entries(self.files.load().facts)
+        self.facts.load()
+        self.past.load()
         missing = [entry for entry in entries if self.facts.get(entry) is None]
         return missing + [e for e in self.unembedded if self.past.get(e) is None]
 
@@ -948,6 +977,7 @@ class User:
         sessions = [other for other in self.files.sessions() if other != without]
         said = (message_entries(s, self.files.turns_after(s, 0)) for s in sessions)
         self.past.save(itertools.chain.from_iterable(said))
+        self.fact_index = None  # other processes' vectors were taken too
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -990,6 +1020,7 @@ def list_sessions(user: User) -> list[Row]:
 
 def read_session(user: User, session_id: str) -> tuple[str, list[TurnRow]]:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
+    session_id = str(UUID(session_id))
     turns = user.files.turns_after(session_id, 0)
     if not turns and not any(user.files.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
@@ -1000,11 +1031,13 @@ def delete_session(user: User, session_id: str) -> None:
     """Delete turns, summary, vectors, and what of them waits to be learned; facts stay.
 
     The vectors first and the marker last: as long as any of it is there, its deletion
-    can be asked for again.
+    can be asked for again. ValueError: `session_id` is no UUID.
     """
     need_disk()
+    session_id = str(UUID(session_id))
     if not any(user.files.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
+    user.unembedded = []
     user.save_vectors(without=session_id)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
     older = [f"{session_id}.{last}.json" for last in user.files.older(session_id)]
@@ -1041,6 +1074,7 @@ def delete_user(user: User) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
     need_disk()
     user.files.load()
+    user.unembedded = []
     gone = user.files.folder.with_name(f".deleted-{uuid.uuid4().hex}")
     os.rename(user.files.folder, gone)
     fsync_folder(gone.parent)
@@ -1597,7 +1631,7 @@ class Hints:
     """What memory is put before the model, beside the session's own turns."""
 
     facts: list[Row]  # id, text, kind, score; best first
-    said: list[str]  # in other sessions, not yet learned; newest first
+    said: list[str]  # not yet learned, nor in the prompt elsewhere; newest first
     degraded: list[str]  # parts that could not be used
 
     def block(self, day: datetime) -> str:
@@ -1690,16 +1724,6 @@ class Degraded(dict[str, str]):
             self.setdefault(part, now())
         else:
             self.pop(part, None)
-
-    @contextmanager
-    def noting(self, part: str) -> Iterator[None]:
-        """Note whether the block fails by an OSError."""
-        try:
-            yield
-        except OSError:
-            self.note(part, failed=True)
-            raise
-        self.note(part, failed=False)
 
 
 class Embedder:
@@ -1828,8 +1852,8 @@ class Memory:
             user.fact_index = None
 
     def user(self, key: str) -> "User":
-        known = self.users.pop(key, None)
-        self.users[key] = known or User(self.folder / key, self.model, self.locks)
+        user = self.users.pop(key, None)
+        self.users[key] = user or User(self, key)
         return self.users[key]
 
     def named(self, user_id: str) -> "User":
@@ -1839,7 +1863,7 @@ class Memory:
         """Forget who was away longest where too much is held; tell whether it still is."""
         over = sum(user.size for user in self.users.values()) - CACHE_BYTES
         for user in [*self.users.values()] if over > 0 else []:
-            if over > 0 and not user.busy and user.key not in self.learner.timers:
+            if over > 0 and not user.busy and not user.is_dirty():
                 over -= user.size
                 del self.users[user.key]
         return over > 0
@@ -1878,15 +1902,15 @@ class Memory:
             function: Gets a copy of the state, to be changed, and what waits to be learned.
             id: Of the user who is meant, not of one of that name made since: else NotFound.
         """
-        async with self.locks.held(user.key):
+        async with user.held():
             old, waiting = await self.locks.call(user.files.look)
             if id not in ("", old.id):
                 raise NotFound("user")
             self.store.state = state = old.copy()
             result = function(state, waiting)
             if state != old:
-                with self.degraded.noting("storage"):
-                    await self.locks.in_thread(user.files.write, state)
+                await self.locks.in_thread(user.files.write, state)
+                self.degraded.note("storage", failed=False)
             return result
 
     async def search(
@@ -1950,9 +1974,6 @@ class Memory:
         user = self.named(user_id)
         try:
             return await user.run(function, user, *arguments)
-        except OSError:
-            self.degraded.note("storage", failed=True)
-            raise
         finally:
             self.learner.schedule(user.key)  # it may have found damage
 
@@ -1985,7 +2006,7 @@ class Learner:
         self.pauses: dict[str, float] = {}  # seconds, of users whose learning fails
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
-        self.pending: Counter[str] = Counter()  # turns that wait, by user
+        self.pending: Counter[str] = Counter()  # turns, at first sessions, that wait
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -2046,16 +2067,18 @@ class Learner:
         if waiting:
             return await self.learn(user, state, waiting)
         del self.pending[user.key]
-        if not await self.embed(user):
-            return self.back_off(user.key)
-        self.pauses.pop(user.key, None)
+        pause = None
+        if await self.embed(user):
+            self.pauses.pop(user.key, None)
+        else:
+            pause = self.back_off(user.key)
         if not user.is_dirty():
-            return None
+            return pause
         rest = user.used + QUIET - asyncio.get_running_loop().time()
         if rest > 0 and not self.memory.evict():
-            return rest
+            return min(rest, pause or rest)
         await user.run(user.save_vectors)
-        return None
+        return pause
 
     async def learn(
         self, user: "User", state: State, waiting: list[Unlearned]
@@ -2070,9 +2093,6 @@ class Learner:
                 operations = await self.propose(user, state, batch, trouble.smaller)
                 self.totals["learned"] += 1
                 degraded.note("learning", failed=False)
-            else:
-                log.error("a turn gave three bad answers and counts as learned")
-                self.totals["given up"] += 1
         except BadAnswer as error:
             log.warning("bad answer while learning: %s", error)
             for each in troubles:
@@ -2088,8 +2108,11 @@ class Learner:
             if isinstance(error, RequestRefused) and self.totals["learned"]:
                 trouble.bad_answers += 1  # others are answered: it is this turn
             return self.back_off(user.key)
-        self.pauses.pop(user.key, None)
         await self.apply(user, batch, operations)
+        self.pauses.pop(user.key, None)
+        if trouble.bad_answers >= 3:
+            log.error("a turn gave three bad answers and counts as learned")
+            self.totals["given up"] += 1
         return 0.0
 
     def batch(self, key: str, waiting: list[Unlearned]) -> list[Unlearned]:
@@ -2283,7 +2306,7 @@ class Turn:
         self,
         query: str,
         response: str,
-        status: Literal["complete", "interrupted", "error"] = "complete",
+        status: Status = "complete",
         *,
         reasoning_mode: bool = False,
         rounds: int = 1,
@@ -2319,15 +2342,16 @@ class Turn:
 
     async def append(self, row: TurnRow) -> None:
         user, id = self.user, self.state.id
-        with self.memory.degraded.noting("storage"):
-            await user.run(user.files.append, id, self.session_id, row)
+        await user.run(user.files.append, id, self.session_id, row)
+        self.memory.degraded.note("storage", failed=False)
         self.memory.learner.pending[user.key] += 1
 
     # Tools for the model: user and session are bound, never arguments.
 
     async def fetch_memory(self, query: str, k: int = 5) -> str:
         """Search what is known about the user; use it when the hints do not hold the answer."""
-        found, _ = await self.memory.search(self.user, query, max(1, min(k, 20)))
+        k = max(1, min(k, 20))
+        found, _ = await self.memory.search(self.user, query, k)
         lines = [hint_line(fact["text"]) for _, fact in found]
         lines += [f'- just said: "{text}"' for text in self.just_said(None)[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
@@ -2373,10 +2397,15 @@ class Turn:
         if alike or len(facts) > 1:
             listed = "\n".join(hint_line(fact["text"]) for fact in facts)
             return f"Nothing was forgotten. Ask which of these is meant:\n{listed}"
-        memory, delete = self.memory, {"op": "delete", "id": facts[0]["id"]}
-        apply = memory.store.apply
-        await memory.change(self.user, lambda *_: apply(delete), self.state.id)
-        return f"Forgotten: {facts[0]['text']}"
+        memory, fact = self.memory, facts[0]
+
+        def forget(state: State, _: list[Unlearned]) -> str:
+            if state.facts.get(fact["id"]) != fact:
+                return "Nothing was forgotten: the fact has changed meanwhile."
+            memory.store.apply({"op": "delete", "id": fact["id"]})
+            return f"Forgotten: {fact['text']}"
+
+        return await memory.change(self.user, forget, self.state.id)
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""

@@ -2463,7 +2463,7 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         async with service.memory.turn(user.key, A):
             pass  # makes the folder
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
-        await user.locks.in_thread(user.files.write, state)
+        await user.memory.locks.in_thread(user.files.write, state)
         await learner.embed(user)
         after = dict(enumerate(texts))
         found = await learner.propose(user, state, batch, 0)
@@ -2615,11 +2615,11 @@ def test_vectors_lost_or_of_another_model_are_made_again(start, model, monkeypat
 
     model.embedded.clear()
     with start(EMBEDDING_MODEL="other") as chat:
-        assert chat.facts(query="Cairo 2002")[0] == PLACES[1]
         chat.ask("I like tea")
         chat.learned()  # and embedded, with all that has no vector
         assert "User likes tea." in flat(model.embedded)
         assert not set(PLACES) & set(flat(model.embedded))
+        assert chat.facts(query="Cairo 2002")[0] == PLACES[1]
 
 
 def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
@@ -3859,6 +3859,8 @@ async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
             with pytest.raises(ValueError):
                 await turn.save(**({"query": "Hi!", "response": "Hello."} | wrong))
         await turn.save("Hi!", "Hello.")
+        with pytest.raises(ValueError):  # of memory.json
+            await service.user_data("ann", memory.delete_session, "memory")
     assert [row["response"] for row in rows_in(tmp_path, "ann", A)] == ["Hello."]
 
 
@@ -3957,7 +3959,7 @@ def test_a_full_disk_is_storage_failed_and_there_is_room_again(model, tmp_path):
             for session, user in ((A, "ann"), (B, "ann"), (A, "bob")):
                 event = chat.ask("I like jazz.", session, user)[-1]
                 assert (event["type"], event["code"]) == ("error", "storage_failed")
-            assert chat.http.get("/health").status_code == 200
+            assert "storage" in chat.http.get("/health").json()["degraded"]
             assert chat.facts() == ["User likes tea."]
             found = {path: path.read_bytes() for path in tmp_path.rglob("ann/*.json")}
             assert found == before and not list(tmp_path.rglob("*.tmp"))
@@ -4006,6 +4008,56 @@ def test_a_marker_that_cannot_be_unlinked_doubles_nothing(chat, monkeypatch):
         assert len(list(chat.folder.glob("ann/*.unlearned"))) == 2
     chat.tell("Hi!")
     assert chat.facts() == ["User likes tea.", "User likes jazz."]
+
+
+def test_a_full_disk_shows_even_where_a_users_first_turn_met_it(chat, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(errno.ENOSPC))
+        assert chat.ask("Hi!")[-1]["code"] == "storage_failed"
+        assert "storage" in chat.http.get("/health").json()["degraded"]
+    chat.ask("Hi!")
+    assert chat.http.get("/health").json()["degraded"] == {}
+
+
+@in_a_loop
+async def test_a_fact_that_was_changed_meanwhile_is_not_forgotten(tmp_path):
+    async with remembering(tmp_path) as service:
+        await say(service, "ann", A, "I like tea")
+        await all_learned(tmp_path)
+        async with service.turn("ann", B) as turn:
+            [fact] = turn.state.facts.values()
+            before = [(1.0, {**fact, "text": "User likes milk."})]
+            turn.user.search_facts = lambda *_: before
+            assert "Nothing was forgotten" in await turn.forget_memory("milk")
+        assert len(facts_in(tmp_path)) == 1
+
+
+@in_a_loop
+async def test_learning_that_cannot_be_written_is_tried_ever_less_often(
+    tmp_path, monkeypatch
+):
+    async with remembering(tmp_path, learn_concurrency=0) as service:
+        await say(service, "ann", A, "I like tea")
+        monkeypatch.setattr(os, "replace", failing(errno.ENOSPC))
+        learner, pauses = service.learner, []
+        for _ in range(3):
+            with pytest.raises(OSError):
+                await learner.look(service.users["ann"])
+            pauses.append(learner.back_off("ann"))
+        assert pauses == [1, 2, 4] and learner.totals["given up"] == 0
+
+
+@in_a_loop
+async def test_users_whose_learning_fails_are_closed_too(tmp_path, monkeypatch):
+    async def unreachable(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(memory, "CACHE_BYTES", 8000)
+    async with remembering(tmp_path, unreachable) as service:
+        for n in range(12):
+            await say(service, f"user-{n}", A, "I like tea")
+        await happens(lambda: len(service.users) <= 4)
+        assert sum(service.learner.pending.values()) == 12
 
 
 @in_a_loop
