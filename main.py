@@ -792,7 +792,7 @@ class Endpoint:
         raise failure
 
     async def request(
-        self, path: str, body: Json | None, patience: float
+        self, path: str, body: Json, patience: float
     ) -> aiohttp.ClientResponse:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
@@ -807,26 +807,30 @@ class Endpoint:
         """
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
+        method, data = ("POST", to_json(body)) if body else ("GET", None)
         silence = patience * UPSTREAM_TIMEOUT
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
-        method, data = ("POST", to_json(body)) if body else ("GET", None)
-        url = f"{self.url}/{path}"
         # A redirect would carry prompts elsewhere.
         known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
         for pause in (0.5, 0):
             try:
-                with self.noted():
-                    answer = await self.http.request(method, url, **known)
-                    if answer.status < 300:
-                        return answer
-                    said = await answer.text(errors="replace")
-                    raise refusal(answer.status, said[:8000])
+                return await self.request_once(method, f"{self.url}/{path}", known)
             except Failure as error:
                 failure = error
                 if failure.code != UNAVAILABLE and failure.status != 408:
                     break
             await asyncio.sleep(pause)
         raise failure
+
+    async def request_once(
+        self, method: str, url: str, known: Json
+    ) -> aiohttp.ClientResponse:
+        with self.noted():
+            answer = await self.http.request(method, url, **known)
+            if answer.status < 300:
+                return answer
+            said = await answer.text(errors="replace")
+            raise refusal(answer.status, said[:8000])
 
     async def send(
         self, path: str, request: Json, given: Json, patience: float = 1
@@ -904,25 +908,26 @@ class Endpoint:
         request |= {"model": await self.discover()} | CHAT_EXTRA_BODY
         with self.noted():
             async with await self.send("chat/completions", request, given) as response:
-                async for line in response.content:
-                    if line.startswith(b"data:"):
-                        chunk = event_of(line[5:].strip())
-                        yield chunk
-                        if chunk is DONE:
-                            break
-                with suppress(TimeoutError, aiohttp.ClientError):
-                    async with asyncio.timeout(0.1):  # read to its end, it is kept
-                        await response.read()
+                async for chunk in chunks_of(response):
+                    yield chunk
 
 
-def event_of(data: bytes) -> Json:
-    """Return the JSON of an event, or DONE. Raises Failure."""
-    if data == b"[DONE]":
-        return DONE
-    chunk = json.loads(data.decode("utf-8", "replace") or "{}")
-    if not isinstance(chunk, dict) or chunk.get("error"):
-        raise Failure(UNAVAILABLE, "The model's endpoint failed.", said=str(chunk))
-    return chunk
+async def chunks_of(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
+    """Yield the chunks of a streamed answer, then DONE. Raises Failure."""
+    async for line in response.content:
+        data = line[5:].strip()
+        if not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            yield DONE
+            break
+        chunk = json.loads(data.decode("utf-8", "replace") or "{}")
+        if not isinstance(chunk, dict) or chunk.get("error"):
+            raise Failure(UNAVAILABLE, "The model's endpoint failed.", said=str(chunk))
+        yield chunk
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(0.1):  # read to its end, it is kept
+            await response.read()
 
 
 def proxy_for(url: str) -> str | None:
