@@ -3730,6 +3730,11 @@ def facts_in(folder, user="ann"):
     return [fact["text"] for fact in tables["facts"].values()]
 
 
+def unlocked(folder):
+    """Return a user whose files are used without a lock."""
+    return memory.User(memory.Memory(folder, scripted, embedded, "bag"), "ann")
+
+
 def queries_in(folder, session=A, user="ann"):
     return [row["query"] for row in rows_in(folder, user, session)]
 
@@ -4202,7 +4207,7 @@ def die_while_a_session_is_deleted(root):
     leave_strays(root / "all/ann")
 
     def delete(folder):
-        memory.delete_session(memory.User(folder / "ann", "bag", None), A)
+        memory.delete_session(unlocked(folder), A)
 
     for folder, _ in every_step(root, delete):
         left = queries_in(folder)  # the oldest went first
@@ -4259,7 +4264,9 @@ def hold_and_be_cancelled(root):
     async def hold(times):
         begun.clear()
         locks = memory.Locks.open(root / ".lock")
-        holder = asyncio.create_task(memory.User(root / "ann", "", locks).run(slowly))
+        user = unlocked(root)
+        user.memory.locks = locks
+        holder = asyncio.create_task(user.run(slowly))
         witness = asyncio.create_task(hear())
         await happens(begun.is_set)
         for task in [holder, witness] * times:
@@ -4529,7 +4536,7 @@ def die_while_a_user_or_facts_are_deleted(root):
 
         def deletes(folder, delete=delete, arguments=arguments):
             with suppress(memory.NotFound):
-                delete(memory.User(folder / "ann", "bag", None), *arguments)
+                delete(unlocked(folder), *arguments)
 
         for folder, died in every_step(root, deletes):
             asyncio.run(live(folder))
