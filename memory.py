@@ -374,13 +374,13 @@ class Locks:
     @asynccontextmanager
     async def held(self, name: str, wait: bool = True) -> AsyncIterator[None]:
         """Hold a lock; BlockingIOError: another has it, and `wait` is false; OSError: none can be had."""
-        place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
-        task = self.tasks.setdefault(place, asyncio.Lock())
+        offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+        task = self.tasks.setdefault(offset, asyncio.Lock())
         if task.locked() and not wait:
             raise BlockingIOError
         async with task:
             pause = 0.001  # seconds
-            while not self._try(place):
+            while not self._try(offset):
                 if not wait:
                     raise BlockingIOError
                 await asyncio.sleep(pause)
@@ -390,10 +390,10 @@ class Locks:
                 yield
             finally:
                 with suppress(OSError):  # the kernel frees it when the file is closed
-                    fcntl.lockf(self.file, fcntl.LOCK_UN, 1, place)
+                    fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
                 self.holding -= 1
 
-    def _try(self, place: int) -> bool:
+    def _try(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
         if self.broken and not self.holding:
             # GlusterFS does not open a descriptor again that holds locks.
@@ -401,7 +401,7 @@ class Locks:
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             os.close(old)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
         except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
             return False
         except OSError:
@@ -476,7 +476,7 @@ def spaced(text: str) -> str:
 
 
 def query_terms(query: str) -> list[str]:
-    """Return the query's words less stop words (at most 64), quoted for FTS5."""
+    """Return the query's words less stop words (the first and last 32), quoted for FTS5."""
     found = WORD.findall(folded(query))
     terms = []
     for word in [word for word in found if word not in STOP] or found:
@@ -514,7 +514,8 @@ class Index:
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.words.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
-        self.words.executemany(insert, ([*map(spaced, e[2:])] for e in entries))
+        columns = ((e.text, e.before, e.after, e.day) for e in entries)
+        self.words.executemany(insert, ([*map(spaced, texts)] for texts in columns))
         sizes = [len(vector) for vector in vectors if vector is not None]
         size = sizes[-1] if sizes else 1  # a server may change it
         rows = {n: v for n, v in enumerate(vectors) if v is not None and len(v) == size}
@@ -606,17 +607,17 @@ class Vectors:
     def __init__(self, path: Path, model: str):
         self.path, self.model = path, model
         self.stamp: Stamp | None = None  # of the file as it was read
-        self.known: dict[int, np.ndarray] = {}
+        self.by_id: dict[int, np.ndarray] = {}
         self.dirty = False  # some are not in the file
 
     def id(self, entry: Entry) -> int:
         return vector_id(self.model, entry.session_id, entry.text)
 
     def get(self, entry: Entry) -> np.ndarray | None:
-        return self.known.get(self.id(entry))
+        return self.by_id.get(self.id(entry))
 
     def add(self, entry: Entry, vector: np.ndarray) -> None:
-        self.known[self.id(entry)] = vector
+        self.by_id[self.id(entry)] = vector
         self.dirty = True
 
     def index(self, entries: list[Entry]) -> Index:
@@ -636,7 +637,7 @@ class Vectors:
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
         rows = dense.index.reconstruct_n(0, dense.ntotal)
-        self.known = dict(zip(ids, rows, strict=True)) | self.known
+        self.by_id = dict(zip(ids, rows, strict=True)) | self.by_id
         self.stamp = found
         return True
 
@@ -644,9 +645,9 @@ class Vectors:
         """Write the vectors of these entries and no others, also those that others have made."""
         self.load()
         ids = {self.id(entry) for entry in entries}
-        self.known = {id: v for id, v in self.known.items() if id in ids}
-        size = len(next(reversed(self.known.values()), ()))  # of the newest
-        written = {id: v for id, v in self.known.items() if len(v) == size}
+        self.by_id = {id: v for id, v in self.by_id.items() if id in ids}
+        size = len(next(reversed(self.by_id.values()), ()))  # of the newest
+        written = {id: v for id, v in self.by_id.items() if len(v) == size}
         if written:
             dense = faiss.IndexIDMap2(faiss.IndexFlatIP(size))
             rows = np.stack([*written.values()])
@@ -920,7 +921,7 @@ class User:
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
         stamps = [storage.stamp for storage in [*self.files.storages.values()]]
-        vectors = [*self.facts.known.values(), *self.past.known.values()]
+        vectors = [*self.facts.by_id.values(), *self.past.by_id.values()]
         size = sum(found[1] for found in stamps if found)
         return 2000 + size + sum(vector.nbytes for vector in vectors)
 
@@ -1700,8 +1701,10 @@ def fit_context(
             hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
         elif hints.said:
             hints.said.pop()
-        elif summary or costs:
-            summary, costs = "", [] if not summary else costs
+        elif summary:
+            summary = ""
+        elif costs:
+            costs = []
         else:
             raise ValueError("the message does not fit the model's context")
     if summary:
@@ -2043,7 +2046,7 @@ class Learner:
             except BlockingIOError:  # another worker or process is at it
                 pause = 0.3
             except NotFound:
-                del self.pending[key]
+                self.pending.pop(key, None)
             except OSError:
                 log.exception("learning cannot read or write a user's files")
                 pause = self.back_off(key)
@@ -2066,7 +2069,7 @@ class Learner:
         self.pending[user.key] = len(waiting)
         if waiting:
             return await self.learn(user, state, waiting)
-        del self.pending[user.key]
+        self.pending.pop(user.key)
         pause = None
         if await self.embed(user):
             self.pauses.pop(user.key, None)
@@ -2136,8 +2139,10 @@ class Learner:
             RequestRefused, ConnectionError: There is none.
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
-        shown = [] if smaller == 2 else await self.shown(user, state, batch, room // 4)
-        # As many bytes as there is room for tokens are two fifths of it.
+        shown = (
+            [] if smaller == 2 else await self.offered(user, state, batch, room // 4)
+        )
+        # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
         sizes = {"query": max(500, room), "response": max(300, min(1000, room // 3))}
         sizes = {"query": 500, "response": 500} if smaller == 2 else sizes
         rows = [turn.row for turn in batch]
@@ -2153,7 +2158,7 @@ class Learner:
             nearest[turn.key] = await user.run(user.nearest, vector)
         return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
 
-    async def shown(
+    async def offered(
         self, user: "User", state: State, batch: list[Unlearned], room: int
     ) -> list[Fact]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""

@@ -237,8 +237,8 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     vectors = memory.Vectors(folder / "memory.faiss", "random")
     vectors.load()
     for text in texts:
-        if (id := memory.vector_id("random", "", text)) in vectors.known:
-            found["wrong vectors"] += differ(vectors.known[id], text)
+        if (id := memory.vector_id("random", "", text)) in vectors.by_id:
+            found["wrong vectors"] += differ(vectors.by_id[id], text)
 
 
 # --- Mem0, as its documentation sets it up ---
