@@ -30,7 +30,6 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -458,7 +457,7 @@ class AgentRun:
             except ValueError:
                 raise Failure(TOO_LONG, "The message is too long.") from None
         else:
-            block = hints.block(datetime.now(UTC)) if turn else ""
+            block = hints.block() if turn else ""
             messages = around_history(history or [], block)
         self.prompt["messages"] = messages
         known = {"facts": hints.facts, "pending": len(hints.said)}
