@@ -43,7 +43,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -1276,7 +1276,7 @@ def admitted_forms(
     turn, id = said[-1], operation.get("id")  # its type, as bool is an int in Python
     fact = shown[id] if type(id) is int and 0 <= id < len(shown) else None
     if operation.get("op") != "delete":
-        return [one | {"turn": turn} for one in statements(operation, fact)]
+        return [one | {"turn": turn} for one in statements(operation, fact, turn)]
     # That something was said does not prove that it bears on the fact.
     words = key_words(turn.row["query"])
     meant = {one["id"] for one in shown if key_words(one["text"]) & words}
@@ -1287,7 +1287,9 @@ def admitted_forms(
     return [{"op": "delete", "id": gone, "turn": turn} for gone in meant]
 
 
-def statements(operation: Operation, fact: Fact | None) -> list[Operation]:
+def statements(
+    operation: Operation, fact: Fact | None, turn: Unlearned
+) -> list[Operation]:
     """Return an addition, or an update of a fact, as it may be stored; for names in a list several."""
     op, text = operation.get("op"), one_line(operation.get("text"))
     given = operation.get("importance")
@@ -1298,6 +1300,7 @@ def statements(operation: Operation, fact: Fact | None) -> list[Operation]:
         return []
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "kind": kind, "importance": importance}
+    text = absolute(text, turn.row["ended_at"])
     finals = [final | {"text": part} for part in split_names(text)]
     if op == "add":
         return finals
@@ -1306,6 +1309,17 @@ def statements(operation: Operation, fact: Fact | None) -> list[Operation]:
     if same_matter(text, fact["text"]):
         finals[0] |= {"op": op, "id": fact["id"]}
     return finals
+
+
+def absolute(text: str, time: str) -> str:
+    """Return a text with a date for "tomorrow" and the like, which weak models leave."""
+    for words, days in DAYS.items():
+        date = datetime.fromisoformat(time) + timedelta(days)
+        text = re.sub(rf"\b(?:on )?{words}\b", f"on {date:%Y-%m-%d}", text)
+    return text
+
+
+DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0, "yesterday": -1}
 
 
 def same_matter(text: str, known: str) -> bool:

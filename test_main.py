@@ -2277,7 +2277,8 @@ MODEL_CASES = [
 
 
 def heard(*queries):
-    rows = [{"turn": n, "query": query} for n, query in enumerate(queries, 1)]
+    at = "2026-11-21T10:00:00Z"
+    rows = [{"turn": n, "query": q, "ended_at": at} for n, q in enumerate(queries, 1)]
     return [memory.Unlearned(A, row) for row in rows]
 
 
@@ -2360,6 +2361,16 @@ def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, mod
     teach(chat, model, ["User eats no meat."])
     left = learn_by(chat, model, "We broke up", *both)
     assert left == ["User plays chess.", "User eats no meat."]
+
+
+def test_tomorrow_is_stored_as_a_date(chat, model):
+    texts = ["User flies the day after tomorrow.", "User swam yesterday, on today."]
+    said = [("add", None, text) for text in texts]
+    facts = learn_by(chat, model, "I swim and fly", *said)
+    [at] = {fact["last_seen_at"] for fact in chat.tables("memory.json")["facts"]}
+    days = (datetime.fromisoformat(at) + timedelta(n) for n in (2, -1, 0))
+    later, before, same = (f"{day:%Y-%m-%d}" for day in days)
+    assert facts == [f"User flies on {later}.", f"User swam on {before}, on {same}."]
 
 
 def test_names_behind_one_verb_become_facts_of_their_own(chat, model):
