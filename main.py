@@ -691,7 +691,7 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
         function, index = as_dict(piece.get("function")), piece.get("index")
-        id, name = piece.get("id") or "", function.get("name") or ""
+        id, name = printable(piece.get("id")), printable(function.get("name"))
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         same = [call for call in self.calls if index in (None, call.index)]
@@ -806,7 +806,7 @@ class Endpoint:
         """
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
-        method, data = ("POST", to_json(body)) if body else ("GET", None)
+        method, data = ("POST", pydantic_core.to_json(body)) if body else ("GET", None)
         silence = patience * UPSTREAM_TIMEOUT
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
         # A redirect would carry prompts elsewhere.
