@@ -806,7 +806,7 @@ class Endpoint:
         """
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
-        method, data = ("POST", pydantic_core.to_json(body)) if body else ("GET", None)
+        method, data = ("POST", to_json(body)) if body else ("GET", None)
         silence = patience * UPSTREAM_TIMEOUT
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
         # A redirect would carry prompts elsewhere.
