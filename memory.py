@@ -1523,33 +1523,35 @@ FIELDS: dict[str, dict[str, Any]] = {
 # FIELDS' order, or the quote alone where nothing is worth keeping. Weak models learn more
 # from these, also languages, than from the rules. Measured, with these, by `pytest -m real`.
 EXAMPLES = json.loads("""[
-[[], [["hey, Nadia here. My dog Bo sees the vet next Tuesday, what should I ask?", "Noted."]],
+[[], [["hey, Nadia here. My dog Bo sees the vet next Tuesday, what should I ask?", "Ask about vaccines and diet."]],
  [["Nadia here", "profile", "User's name is Nadia", "add", null, 0.9],
   ["My dog Bo", "profile", "User has a dog named Bo", "add", null, 0.7],
   ["My dog Bo sees the vet next Tuesday", "episodic", "User's dog Bo sees the vet on 2025-03-11", "add", null, 0.5]]],
 [[], [["I use Figma and Blender for my drawings", "Great tools!"]],
  [["I use Figma and Blender", "profile", "User uses Figma for drawings", "add", null, 0.6],
   ["I use Figma and Blender", "profile", "User uses Blender for drawings", "add", null, 0.6]]],
-[["Benutzer mag Schach"], [["ok super, gute Nacht!", "Gute Nacht!"]], [["ok super"]]],
-[["User works at Siemens", "User collects stamps"], [["I started at Bosch on Monday!", "Congratulations!"]],
+[["User collects stamps"], [["How long does it take to boil an egg?", "8 minutes."]], [["How long does it take"]]],
+[["User works at Siemens", "User collects stamps"], [["I started at Bosch on Monday, great team!", "Congratulations!"]],
  [["I started at Bosch on Monday", "profile", "User works at Bosch since 2025-03-03", "update", 0, 0.8]]],
-[["El usuario vive con Eva"], [["el mes pasado me mudé con Max", "¡Qué bien!"]],
- [["me mudé con Max", "profile", "El usuario vive con Max", "update", 0, 0.8]]],
-[[], [["Translate into English: 'Ich heiße Karl und verkaufe Autos'", "My name is Karl and I sell cars."]],
- [["Translate into English"]]],
+[["User collects stamps"], [["ok perfect, good night!", "Good night!"]], [["ok perfect"]]],
+[["User studies law", "User collects stamps"], [["Explain inertia. My brother studies physics", "It resists change."]],
+ [["My brother studies physics", "profile", "User's brother studies physics", "add", null, 0.6]]],
 [["L'utilisateur a un chat", "L'utilisateur fait du yoga"], [["je ne fais plus de yoga", "D'accord."]],
  [["je ne fais plus de yoga", "profile", "L'utilisateur fait du yoga", "delete", 1, 0.8]]],
-[[], [["nada de películas de terror, las odio", "Vale."]],
- [["nada de películas de terror", "profile", "El usuario odia las películas de terror", "add", null, 0.6]]],
+[["El usuario vive con Eva"], [["el mes pasado me mudé con Max", "¡Qué bien!"]],
+ [["me mudé con Max", "profile", "El usuario vive con Max", "update", 0, 0.8]]],
+[["用户每周一学钢琴"], [["钢琴课改到周五了", "好的。"]],
+ [["钢琴课改到周五了", "profile", "用户每周五学钢琴", "update", 0, 0.7]]],
+[[], [["Translate into English: 'Ich heiße Karl und verkaufe Autos'", "My name is Karl and I sell cars."]], [["Translate into English"]]],
+[[], [["no horror films please, I hate them", "All right."]],
+ [["no horror films please, I hate them", "profile", "User hates horror films", "add", null, 0.6]]],
 [["User has a car"], [["If I won the lottery I'd buy a boat", "You seem to like sailing!"]], [["If I won the lottery"]]],
-[["用户每周一学钢琴"], [["钢琴课改到周五了", "好的。"]], [["钢琴课改到周五了", "profile", "用户每周五学钢琴", "update", 0, 0.7]]],
 [["User's birthday is on 4 May", "User likes chess"], [["please forget my birthday", "Done."]],
  [["forget my birthday", "profile", "User's birthday is on 4 May", "delete", 0, 0.8]]],
-[[], [["मैं डॉक्टर हूँ", "अच्छा!"]], [["मैं डॉक्टर हूँ", "profile", "उपयोगकर्ता डॉक्टर है", "add", null, 0.6]]],
 [["User likes chess"], [["Which bike is best?", "Do you cycle a lot?"], ["yes, to work each day", "Then a city bike."]],
  [["Which bike is best"],
   ["yes, to work each day", "profile", "User cycles to work each day", "add", null, 0.7]]],
-[[], [["my door code is 5512", "Noted."]], [["my [removed]"]]]
+[["User has a car"], [["my door code is 5512", "Noted."]], [["my [removed]"]]]
 ]""")
 SUMMARY_PROMPT = """\
 You keep the summary of a conversation between a user and an assistant. Extend the previous
