@@ -920,10 +920,11 @@ class User:
 
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
-        stamps = [storage.stamp for storage in [*self.files.storages.values()]]
         vectors = [*self.facts.by_id.values(), *self.past.by_id.values()]
-        size = sum(found[1] for found in stamps if found)
-        return 2000 + size + sum(vector.nbytes for vector in vectors)
+        stamps = [storage.stamp for storage in [*self.files.storages.values()]]
+        # A file that is not there has an object too.
+        size = sum(2000 + (found[1] if found else 0) for found in stamps)
+        return size + sum(vector.nbytes for vector in vectors)
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
@@ -1039,6 +1040,7 @@ def delete_session(user: User, session_id: str) -> None:
     if not any(user.files.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
     user.unembedded = []
+    user.files.storages = {"memory.json": user.files.memory}  # else it is kept here
     user.save_vectors(without=session_id)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
     older = [f"{session_id}.{last}.json" for last in user.files.older(session_id)]

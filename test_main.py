@@ -4872,6 +4872,14 @@ def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, mod
             assert chat.facts(user) == ["User likes tea."]
 
 
+def test_a_deleted_session_does_not_stay_in_memory(chat):
+    chat.tell("I like tea")
+    kept = chat.service.memory.users["ann"].files
+    assert f"{A}.json" in kept.storages
+    assert chat.http.delete(f"/users/ann/sessions/{A}").status_code == 204
+    assert set(kept.storages) == {"memory.json"}
+
+
 def test_users_beyond_the_bound_are_closed_and_opened_again(start, monkeypatch):
     monkeypatch.setattr(memory, "CACHE_BYTES", 8000)
     users = [f"user-{n}" for n in range(12)]
