@@ -493,7 +493,7 @@ class AgentRun:
                 choice = None
                 continue
             # Silence is an answer where nothing was done before.
-            wanted = reply.text or self.tools or capped
+            wanted = reply.text or self.tools or capped or number > 1
             empty = wanted and NO_ANSWER.fullmatch(reply.text)
             if empty:
                 self.take_back(reply)

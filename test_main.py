@@ -1569,6 +1569,12 @@ def test_silence_after_tools_and_an_empty_list_are_asked_once_more(chat, model, 
     assert answer(chat.ask("Hi!")) == ("Hi!" if junk else "")
 
 
+def test_a_call_written_where_none_may_be_made_is_no_answer(chat, model):
+    call = json.dumps({"name": "calculate", "arguments": {"expression": "1"}})
+    model.replies += [says("[]"), says(call)]
+    assert answer(chat.ask("Hi!")) == main.SORRY
+
+
 @pytest.mark.parametrize("field", ["content", "reasoning_content", "arguments"])
 def test_an_answer_beyond_four_bytes_a_token_of_the_context_ends(start, model, field):
     piece = chunk({field: "é" * 500})
