@@ -2417,19 +2417,24 @@ class Turn:
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
+        memory, asked, message = self.memory, key_words(query), self.message.rstrip()
+        # Weak models forget what they were only asked about.
+        if message.endswith(("?", "？", "؟")):
+            named = await memory.locks.compute(len(message), key_words, message)
+            if not asked <= named:
+                return "Nothing was forgotten: the user only asks. Ask what is meant."
         words = await self.user.run(self.user.search_facts, query, None, 5)
         # What is only alike in meaning is asked about.
-        alike = [] if words else (await self.memory.search(self.user, query, 5))[0]
+        alike = [] if words else (await memory.search(self.user, query, 5))[0]
         facts = [fact for _, fact in words or alike]
-        asked = {*content_words(query)} - STOP
-        exact = [f for f in facts if asked and asked <= {*content_words(f["text"])}]
+        exact = [f for f in facts if asked and asked <= key_words(f["text"])]
         facts = exact if len(exact) == 1 else facts
         if not facts:
             return "Nothing was forgotten: no fact fits."
         if alike or len(facts) > 1:
             listed = "\n".join(hint_line(fact["text"]) for fact in facts)
             return f"Nothing was forgotten. Ask which of these is meant:\n{listed}"
-        memory, fact = self.memory, facts[0]
+        fact = facts[0]
 
         def forget(state: State, _: list[Unlearned]) -> str:
             if state.facts.get(fact["id"]) != fact:

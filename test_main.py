@@ -2705,6 +2705,21 @@ def test_forget_memory_forgets_one_clear_hit_and_lists_several(chat, model):
     assert set(chat.facts()) == {*PLACES, monday}
 
 
+def test_a_question_deletes_nothing_that_it_does_not_name(chat, model):
+    known = ["User uses Shram.", "User uses Magnet.", "User lives in Rome."]
+    teach(chat, model, known)
+
+    def forget(query, message):
+        result = use(chat, model, "forget_memory", {"query": query}, message)
+        chat.learned()
+        return result, len(chat.facts())
+
+    asked = forget("Shram", "What are the tools that I use?")
+    assert asked[1] == 3 and asked[0].startswith("Nothing was forgotten: the user only")
+    assert forget("Shram", "Forget that one") == ("Forgotten: User uses Shram.", 2)
+    assert forget("Magnet", "Can you forget Magnet?")[1] == 1
+
+
 def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, model):
     for text in ("Hello there", "The plumber is called Enzo Ferri", "Come on Tuesday"):
         chat.ask(text, session=A)
