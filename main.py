@@ -1375,7 +1375,7 @@ async def list_memories(user: Owner, query: Text = None, k: Count = 20) -> Json:
 
 @app.get("/users/{user_id}/memories/{id}/history")
 async def memory_history(user: Owner, id: str) -> Json:
-    return {"history": await service().memory.history(user, id)}
+    return {"history": await service().memory.user_data(user, memory.fact_history, id)}
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)

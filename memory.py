@@ -39,7 +39,7 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -64,6 +64,10 @@ MAX_PROFILE = 20  # profile facts a user
 MAX_FACT_CHARS = 160
 BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 facts in 8
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
+BACK_OFF = (
+    1.0,
+    60.0,
+)  # seconds that a user waits after a failure, doubled up to the second
 QUIET = 20.0  # seconds without a turn after which a user's vectors are written
 CACHE_BYTES = 16 << 20  # of all users' files, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
@@ -159,6 +163,10 @@ class NeedsDisk(Exception):
 
 class BadAnswer(ValueError):
     """A model's answer is not the JSON that it was asked for."""
+
+
+class NoAnswer(Exception):
+    """An endpoint cannot be reached, or fails: it is to be asked again later."""
 
 
 class RequestRefused(ValueError):
@@ -735,15 +743,6 @@ class Unlearned(NamedTuple):
         return f"{self.session_id}/{self.row['turn']}"
 
 
-class Begun(NamedTuple):
-    """What stands before a turn."""
-
-    number: int  # of the turn
-    state: State
-    transcript: Transcript  # the session's newest file
-    unlearned: list[Unlearned]  # of all sessions
-
-
 class UserFiles:
     """The truth about one user: facts and transcripts, in the files of one folder.
 
@@ -753,13 +752,12 @@ class UserFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.memory = AtomicStorage(folder / "memory.json", State.parse)
-        self.storages: dict[str, AtomicStorage[Any]] = {"memory.json": self.memory}
+        self.memory_file = AtomicStorage(folder / "memory.json", State.parse)
+        self.transcripts: dict[str, AtomicStorage[Transcript]] = {}  # by file name
 
     def load(self) -> State:
         """Return the facts' file; begin it anew where it is lost; NotFound: there is no folder."""
-        state = self.memory.load()
-        if state:
+        if state := self.memory_file.load():
             return state
         if not self.folder.is_dir():
             raise NotFound("user")
@@ -771,7 +769,7 @@ class UserFiles:
         return self.write(State(id=uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
-        self.memory.write(state.tables())
+        self.memory_file.write(state.tables())
         return state
 
     def sessions(self) -> list[str]:
@@ -782,7 +780,7 @@ class UserFiles:
         """Return a session's newest file, or the older one up to a turn."""
         file = f"{session_id}.{last}.json" if last else f"{session_id}.json"
         storage = AtomicStorage(self.folder / file, Transcript.parse)
-        return self.storages.setdefault(file, storage)
+        return self.transcripts.setdefault(file, storage)
 
     def transcript(self, session_id: str, last: int = 0) -> Transcript:
         return self.storage(session_id, last).load() or Transcript([], "", 0)
@@ -827,10 +825,13 @@ class UserFiles:
         # Merged, not sorted: a clock set back must not change a session's order.
         return state, list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
 
-    def begin(self, name: str, session_id: str) -> Begun:
-        """Return what stands before a turn; make the user's folder, here and nowhere else.
+    def begin(
+        self, name: str, session_id: str
+    ) -> tuple[int, State, Transcript, list[Unlearned]]:
+        """Return a turn's number and what stands before it: facts, newest file, unlearned turns.
 
-        So no turn or learning that ends later can bring a deleted user back.
+        The user's folder is made here and nowhere else, so that no turn or learning that
+        ends later can bring a deleted user back.
         """
         if not self.folder.is_dir():
             need_disk()
@@ -840,7 +841,7 @@ class UserFiles:
         if not state.name:
             state = self.write(replace(state, name=name))
         number = self.last_turn(session_id) + 1
-        return Begun(number, state, self.transcript(session_id), waiting)
+        return number, state, self.transcript(session_id), waiting
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -884,15 +885,14 @@ def erase(folder: Path, *patterns: str) -> None:
     fsync_folder(folder)
 
 
-class User:
-    """A user in memory: the files, and the vectors of facts and of past messages."""
+class User(UserFiles):
+    """A user's files, and what is kept of them in memory: vectors and an index."""
 
     def __init__(self, memory: "Memory", key: str):
+        super().__init__(memory.folder / key)
         self.memory, self.key = memory, key
-        folder = memory.folder / key
-        self.files = UserFiles(folder)
-        self.facts = Vectors(folder / "memory.faiss", memory.model)
-        self.past = Vectors(folder / "turns.faiss", memory.model)
+        self.facts = Vectors(self.folder / "memory.faiss", memory.model)
+        self.past = Vectors(self.folder / "turns.faiss", memory.model)
         self.fact_index: tuple[dict[str, Fact], Index] | None = None  # and of what
         self.unembedded: list[Entry] = []  # past messages seen without a vector
         self.busy = 0  # turns that run, and workers that look
@@ -921,15 +921,16 @@ class User:
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
         vectors = [*self.facts.by_id.values(), *self.past.by_id.values()]
-        stamps = [storage.stamp for storage in [*self.files.storages.values()]]
         # A file that is not there has an object too.
+        stamps = [file.stamp for file in self.transcripts.values()]
+        stamps.append(self.memory_file.stamp)
         size = sum(2000 + (found[1] if found else 0) for found in stamps)
         return size + sum(vector.nbytes for vector in vectors)
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> Ranked:
-        facts = self.files.load().facts
+        facts = self.load().facts
         of, index = self.fact_index or ({}, None)
         if self.facts.load() or not index or of is not facts:
             need_disk()  # to index 2,000 facts takes 20 ms
@@ -938,18 +939,13 @@ class User:
         found = index.search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
 
-    def nearest(self, vector: np.ndarray | None) -> str:
-        """Return the id of the fact nearest to a vector; "": fewer than three have one."""
-        found = self.search_facts("", vector, 1, cut=False)
-        return found[0][1]["id"] if found else ""
-
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
         need_disk()
         self.past.load()
-        said = {s: self.files.turns_after(s, 0) for s in self.files.sessions()}
+        said = {s: self.turns_after(s, 0) for s in self.sessions()}
         entries = [e for s, turns in said.items() for e in message_entries(s, turns)]
         self.unembedded = [e for e in entries if self.past.get(e) is None]
         found = self.past.index(entries).search(query, vector, 4 * k, cut=False)
@@ -961,7 +957,7 @@ class User:
 
     def missing(self) -> list[Entry]:
         """Return the facts, and of past messages those that were searched, without a vector."""
-        entries = fact_entries(self.files.load().facts)
+        entries = fact_entries(self.load().facts)
         self.facts.load()
         self.past.load()
         missing = [entry for entry in entries if self.facts.get(entry) is None]
@@ -975,9 +971,9 @@ class User:
     def save_vectors(self, state: State | None = None, without: str = "") -> None:
         """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
         need_disk()
-        self.facts.save(fact_entries((state or self.files.load()).facts))
-        sessions = [other for other in self.files.sessions() if other != without]
-        said = (message_entries(s, self.files.turns_after(s, 0)) for s in sessions)
+        self.facts.save(fact_entries((state or self.load()).facts))
+        sessions = [other for other in self.sessions() if other != without]
+        said = (message_entries(s, self.turns_after(s, 0)) for s in sessions)
         self.past.save(itertools.chain.from_iterable(said))
         self.fact_index = None  # other processes' vectors were taken too
 
@@ -1004,17 +1000,13 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 # The user's own data: functions for Memory.user_data
 
 
-def load_state(user: User) -> State:
-    return user.files.load()
-
-
 def list_sessions(user: User) -> list[Row]:
     """Return the sessions, the latest first."""
-    user.files.load()
+    user.load()
     found = []
-    for session_id in user.files.sessions():
-        turns = user.files.transcript(session_id).turns
-        last = user.files.last_turn(session_id)
+    for session_id in user.sessions():
+        turns = user.transcript(session_id).turns
+        last = user.last_turn(session_id)
         ended = turns[-1]["ended_at"] if turns else None
         found.append({"session_id": session_id, "turns": last, "updated_at": ended})
     return sorted(found, key=lambda row: row["updated_at"] or "", reverse=True)
@@ -1023,10 +1015,10 @@ def list_sessions(user: User) -> list[Row]:
 def read_session(user: User, session_id: str) -> tuple[str, list[TurnRow]]:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
     session_id = str(UUID(session_id))
-    turns = user.files.turns_after(session_id, 0)
-    if not turns and not any(user.files.folder.glob(f"{session_id}.*")):
+    turns = user.turns_after(session_id, 0)
+    if not turns and not any(user.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
-    return user.files.transcript(session_id).summary, turns
+    return user.transcript(session_id).summary, turns
 
 
 def delete_session(user: User, session_id: str) -> None:
@@ -1037,25 +1029,25 @@ def delete_session(user: User, session_id: str) -> None:
     """
     need_disk()
     session_id = str(UUID(session_id))
-    if not any(user.files.folder.glob(f"{session_id}.*")):
+    if not any(user.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
     user.unembedded = []
-    user.files.storages = {"memory.json": user.files.memory}  # else it is kept here
+    user.transcripts = {}  # else it is kept here
     user.save_vectors(without=session_id)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
-    older = [f"{session_id}.{last}.json" for last in user.files.older(session_id)]
+    older = [f"{session_id}.{last}.json" for last in user.older(session_id)]
     strays = "*turns.faiss.*", f".{session_id}.*"
-    erase(user.files.folder, *strays, *older, f"{session_id}.*")
+    erase(user.folder, *strays, *older, f"{session_id}.*")
 
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
     need_disk()
-    state = user.files.load().copy()
+    state = user.load().copy()
     if fact_id is None:
         state.facts, state.history = {}, []
-        sessions = user.files.sessions()
-        state.learned |= {s: user.files.last_turn(s) for s in sessions}
+        sessions = user.sessions()
+        state.learned |= {s: user.last_turn(s) for s in sessions}
     else:
         own = [texts(row) for row in state.history if row["memory_id"] == fact_id]
         if not (state.facts.pop(fact_id, None) or own):
@@ -1065,8 +1057,17 @@ def delete_facts(user: User, fact_id: str | None = None) -> None:
         state.history = [row for row in state.history if not gone & texts(row)]
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
     user.save_vectors(state)
-    erase(user.files.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
-    user.files.write(state)
+    erase(user.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
+    user.write(state)
+
+
+def fact_history(user: User, fact_id: str) -> list[HistoryRow]:
+    """Return what happened to a fact, oldest first; NotFound: the user has none such."""
+    state = user.load()
+    found = [row for row in state.history if row["memory_id"] == fact_id]
+    if not found and fact_id not in state.facts:
+        raise NotFound("fact")
+    return found
 
 
 def texts(row: HistoryRow) -> set[str | None]:
@@ -1076,10 +1077,10 @@ def texts(row: HistoryRow) -> set[str | None]:
 def delete_user(user: User) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
     need_disk()
-    user.files.load()
+    user.load()
     user.unembedded = []
-    gone = user.files.folder.with_name(f".deleted-{uuid.uuid4().hex}")
-    os.rename(user.files.folder, gone)
+    gone = user.folder.with_name(f".deleted-{uuid.uuid4().hex}")
+    os.rename(user.folder, gone)
     fsync_folder(gone.parent)
     with suppress(FileNotFoundError):  # a start may be at it as well
         shutil.rmtree(gone)
@@ -1137,14 +1138,14 @@ class FactStore:
             self.mem0.delete(id)
             return
         text, seen = operation["text"], operation["turn"].row["ended_at"]
-        twin = find_twin(facts, text)
-        if twin:  # it is known: of an update's two facts one is left
+        known = find_duplicate(facts, text)
+        if known:  # it is known: of an update's two facts one is left
             # Not by Mem0: its metadata update would make a row of history.
-            again = twin.copy()
+            again = known.copy()
             again["frequency"] += 1
-            again["last_seen_at"] = max(seen, twin["last_seen_at"])
-            facts[twin["id"]] = again
-            if op == "update" and id != twin["id"]:
+            again["last_seen_at"] = max(seen, known["last_seen_at"])
+            facts[known["id"]] = again
+            if op == "update" and id != known["id"]:
                 self.mem0.delete(id)
             return
         metadata = {name: operation[name] for name in ("kind", "importance")}
@@ -1206,7 +1207,7 @@ nutzerin ist hat o os um uma é tem"""
 LITTLE = frozenset(LITTLE_WORDS.split())
 
 
-def find_twin(facts: dict[str, Fact], text: str) -> Fact | None:
+def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact that says the same already."""
     return next((f for f in facts.values() if same_fact(f["text"], text)), None)
 
@@ -1860,7 +1861,7 @@ class Memory:
             RuntimeError: Another running event loop of this process has it open.
         """
         self.locks = Locks.open(self.folder / ".lock")
-        self.learner.start()
+        self.learner.start(self.learner.resume())
 
     async def close(self) -> None:
         """End learning (what is not done stays on disk) and write the vectors."""
@@ -1881,12 +1882,12 @@ class Memory:
             user.facts.model = user.past.model = model
             user.fact_index = None
 
-    def user(self, key: str) -> "User":
+    def user(self, key: str) -> User:
         user = self.users.pop(key, None)
         self.users[key] = user or User(self, key)
         return self.users[key]
 
-    def named(self, user_id: str) -> "User":
+    def named(self, user_id: str) -> User:
         return self.user(folder_name(normal_name(user_id)))
 
     def evict(self) -> bool:
@@ -1914,15 +1915,15 @@ class Memory:
         user.busy, user.used = user.busy + 1, asyncio.get_running_loop().time()
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
-                begun = await user.run(user.files.begin, name, session_id)
-                yield Turn(self, user, session_id, begun)
+                begun = await user.run(user.begin, name, session_id)
+                yield Turn(self, user, session_id, *begun)
         finally:
             user.busy -= 1
             self.learner.schedule(user.key)
 
     async def change(
         self,
-        user: "User",
+        user: User,
         function: Callable[[State, list[Unlearned]], T],
         id: str = "",
     ) -> T:
@@ -1933,18 +1934,18 @@ class Memory:
             id: Of the user who is meant, not of one of that name made since: else NotFound.
         """
         async with user.held():
-            old, waiting = await self.locks.call(user.files.look)
+            old, waiting = await self.locks.call(user.look)
             if id not in ("", old.id):
                 raise NotFound("user")
             self.store.state = state = old.copy()
             result = function(state, waiting)
             if state != old:
-                await self.locks.in_thread(user.files.write, state)
+                await self.locks.in_thread(user.write, state)
                 self.degraded.note("storage", failed=False)
             return result
 
     async def search(
-        self, user: "User", query: str, k: int, rerank: bool = True
+        self, user: User, query: str, k: int, rerank: bool = True
     ) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
@@ -1966,12 +1967,13 @@ class Memory:
         texts = [fact["text"] for _, fact in found]
         async with asyncio.timeout(self.settings.rerank_timeout):
             scores = dict(await self.rerank(query[:2000], texts, k))
-        if not {*range(len(found))} >= {*scores} or len(scores) < min(k, len(found)):
-            raise ValueError("not the best of what was sent")
-        if not all(map(math.isfinite, scores.values())):
-            raise ValueError("no scores")
-        best = sorted(scores, key=lambda place: -scores[place])
-        return [(scores[place], found[place][1]) for place in best]
+        finite = [
+            n for n in range(len(found)) if math.isfinite(scores.get(n, math.nan))
+        ]
+        if len(finite) < min(k, len(found)):
+            raise ValueError("no score for each of the best")
+        finite.sort(key=lambda place: -scores[place])
+        return [(scores[place], found[place][1]) for place in finite]
 
     # The user's own data
 
@@ -1983,19 +1985,11 @@ class Memory:
             if query is not None:
                 found, _ = await self.search(self.named(user_id), query, k)
             else:
-                state, at = await self.user_data(user_id, load_state), datetime.now(UTC)
+                state, at = await self.user_data(user_id, User.load), datetime.now(UTC)
                 found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
         except NotFound:
             return []
         return [{**fact, "score": round(score, 4)} for score, fact in found]
-
-    async def history(self, user_id: str, fact_id: str) -> list[HistoryRow]:
-        """Return what happened to a fact, oldest first; NotFound: the user has none such."""
-        state = await self.user_data(user_id, load_state)
-        found = [row for row in state.history if row["memory_id"] == fact_id]
-        if not found and fact_id not in state.facts:
-            raise NotFound("fact")
-        return found
 
     async def user_data(
         self, user_id: str, function: Callable[..., T], *arguments: Any
@@ -2020,29 +2014,27 @@ class Trouble:
 
 
 class Learner:
-    """Learns what users said, in the background: one queue of users, and a few workers.
+    """Learns what users said, in the background: a task for each who has something to do.
 
-    A worker looks at one user, does one thing for him, and puts him back where more is
-    left. Users wait on timers, so that no worker waits for one.
+    At most `learn_concurrency` users are worked for at once. All waiting is done outside
+    of that, so that no user, and no endpoint that fails, holds up the others.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
         self.memory, self.complete = memory, complete
         self.context_tokens = 8192  # of the model that learns
-        self.queue: asyncio.Queue[str] = asyncio.Queue()  # keys of users
-        # Of users who are to be looked at, until a worker takes them
-        # Seconds of the loop's clock beside each: uvloop's handles have no `when()`.
-        self.timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
-        self.pauses: dict[str, float] = {}  # seconds, of users whose learning fails
+        self.at_work = asyncio.Semaphore(memory.settings.learn_concurrency)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.wake: dict[str, asyncio.Event] = {}  # by user, for those with a task
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
         self.pending: Counter[str] = Counter()  # turns, at first sessions, that wait
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
-        self.tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        workers = [self.work() for _ in range(self.memory.settings.learn_concurrency)]
-        self.tasks = [asyncio.create_task(w) for w in [*workers, self.resume()]]
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
@@ -2051,68 +2043,77 @@ class Learner:
         for key in found:
             self.schedule(key)
 
-    def schedule(self, key: str, delay: float | None = None) -> None:
-        """Look at a user after some seconds, or sooner where that is planned already."""
-        loop = asyncio.get_running_loop()
-        due = loop.time() + (LEARN_DELAY if delay is None else delay)
-        planned, timer = self.timers.get(key, (math.inf, None))
-        if due < planned:
-            if timer:
-                timer.cancel()
-            self.timers[key] = due, loop.call_at(due, self.queue.put_nowait, key)
+    def schedule(self, key: str) -> None:
+        """Look soon at what is to be done for a user."""
+        if key not in self.wake:
+            self.wake[key] = asyncio.Event()
+            self.start(self.attend(key))
+        self.wake[key].set()
 
-    async def work(self) -> None:
-        while True:
-            key = await self.queue.get()
-            self.timers.pop(key, None)
-            user, pause = self.memory.user(key), None
-            user.busy += 1
+    async def attend(self, key: str) -> None:
+        """Do one thing after the other for a user, until nothing is left."""
+        pause: float | None = None  # seconds until the next look; None: nothing is left
+        wake, after_failure = self.wake[key], BACK_OFF[0]
+        while wake.is_set() or pause is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await wake.wait()
+                wake.clear()
+                await asyncio.sleep(LEARN_DELAY)
             try:
-                async with self.memory.locks.held(f"{key}/learn", wait=False):
-                    pause = await self.look(user)
-            except BlockingIOError:  # another worker or process is at it
-                pause = 0.3
-            except NotFound:
-                self.pending.pop(key, None)
-            except OSError:
-                log.exception("learning cannot read or write a user's files")
-                pause = self.back_off(key)
-            except Exception:  # ours: the worker goes on, he waits for his next turn
+                async with self.at_work:
+                    pause = await self.look(key)
+                after_failure = BACK_OFF[0]
+            except (NoAnswer, OSError) as error:
+                if isinstance(error, OSError):
+                    log.exception("learning cannot read or write a user's files")
+                pause, after_failure = (
+                    after_failure,
+                    min(BACK_OFF[1], 2 * after_failure),
+                )
+            except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
+                pause = None
+        del self.wake[key]
+
+    async def look(self, key: str) -> float | None:
+        """Do the next thing for a user; return seconds until the next look, None: nothing is left.
+
+        Raises:
+            NoAnswer: An endpoint gave none.
+            OSError: The user's files cannot be read or written.
+        """
+        user, locks = self.memory.user(key), self.memory.locks
+        user.busy += 1
+        try:
+            async with locks.held(f"{key}/learn", wait=False):
+                state, waiting = await user.run(user.look)
+                self.pending[key] = len(waiting)
+                if waiting:
+                    return await self.learn(user, state, waiting)
+                del self.pending[key]
+                return await self.keep(user)
+        except BlockingIOError:  # another process is at it
+            return 0.3
+        except NotFound:
+            self.pending.pop(key, None)
+            return None
+        finally:
             user.busy -= 1
-            if pause is not None:
-                self.schedule(key, pause)
             user.size = user.measure()
             self.memory.evict()
 
-    def back_off(self, key: str) -> float:
-        """Return a user's pause after a failure, seconds: 1, then twice as long each time."""
-        self.pauses[key] = pause = min(60.0, 2 * self.pauses.get(key, 0.5))
-        return pause
-
-    async def look(self, user: "User") -> float | None:
-        """Do the next thing for a user; return seconds until another look, None: nothing is left."""
-        state, waiting = await user.run(user.files.look)
-        self.pending[user.key] = len(waiting)
-        if waiting:
-            return await self.learn(user, state, waiting)
-        self.pending.pop(user.key)
-        pause = None
-        if await self.embed(user):
-            self.pauses.pop(user.key, None)
-        else:
-            pause = self.back_off(user.key)
-        if not user.is_dirty():
-            return pause
+    async def keep(self, user: User) -> float | None:
+        """Make the vectors that are missing, and write them when the user has gone quiet."""
+        embedded = await self.embed(user)
         rest = user.used + QUIET - asyncio.get_running_loop().time()
-        if rest > 0 and not self.memory.evict():
-            return min(rest, pause or rest)
-        await user.run(user.save_vectors)
-        return pause
+        if user.is_dirty() and (rest <= 0 or self.memory.evict()):
+            await user.run(user.save_vectors)
+        if not embedded:
+            raise NoAnswer("no embeddings")
+        return rest if user.is_dirty() else None
 
-    async def learn(
-        self, user: "User", state: State, waiting: list[Unlearned]
-    ) -> float:
+    async def learn(self, user: User, state: State, waiting: list[Unlearned]) -> float:
         """Learn the first turns that wait, by one call; return seconds until the next look."""
         batch, degraded = self.batch(user.key, waiting), self.memory.degraded
         troubles = [self.trouble[user.key, turn.key] for turn in batch]
@@ -2128,7 +2129,7 @@ class Learner:
             for each in troubles:
                 each.bad_answers += 1
             return 0.0
-        except (RequestRefused, ConnectionError) as error:
+        except (RequestRefused, NoAnswer) as error:
             new = "learning" not in degraded  # each waiting user tries again
             log.warning("no answer while learning: %r", error, exc_info=new)
             degraded.note("learning", failed=True)
@@ -2137,9 +2138,8 @@ class Learner:
                 return 0.0
             if isinstance(error, RequestRefused) and self.totals["learned"]:
                 trouble.bad_answers += 1  # others are answered: it is this turn
-            return self.back_off(user.key)
+            raise NoAnswer from error
         await self.apply(user, batch, operations)
-        self.pauses.pop(user.key, None)
         if trouble.bad_answers >= 3:
             log.error("a turn gave three bad answers and counts as learned")
             self.totals["given up"] += 1
@@ -2157,13 +2157,13 @@ class Learner:
         return waiting[:BATCH_TURNS]
 
     async def propose(
-        self, user: "User", state: State, batch: list[Unlearned], smaller: int
+        self, user: User, state: State, batch: list[Unlearned], smaller: int
     ) -> list[Operation]:
         """Return the operations by which the model would learn turns, those that may pass.
 
         Raises:
             BadAnswer: The answer is not the JSON that it should be.
-            RequestRefused, ConnectionError: There is none.
+            RequestRefused, NoAnswer: There is none.
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
         shown = (
@@ -2182,11 +2182,13 @@ class Learner:
         nearest: dict[str, str] = {}
         for turn in batch if '"delete"' in answer else []:
             vector = await self.memory.embedder.query_vector(turn.row["query"])
-            nearest[turn.key] = await user.run(user.nearest, vector)
+            # Nothing is found where fewer than three facts have a vector.
+            found = await user.run(user.search_facts, "", vector, 1, False)
+            nearest[turn.key] = found[0][1]["id"] if found else ""
         return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
 
     async def offered(
-        self, user: "User", state: State, batch: list[Unlearned], room: int
+        self, user: User, state: State, batch: list[Unlearned], room: int
     ) -> list[Fact]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
         facts, search = list(state.facts.values()), self.memory.search
@@ -2200,7 +2202,7 @@ class Learner:
         return [fact for id, fact in found.items() if id in state.facts]
 
     async def apply(
-        self, user: "User", batch: list[Unlearned], operations: list[Operation]
+        self, user: User, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
         store, settings = self.memory.store, self.memory.settings
@@ -2224,7 +2226,7 @@ class Learner:
             for session_id in {turn.session_id for turn in batch}:
                 await self.summarize(user, session_id)
 
-    async def embed(self, user: "User") -> bool:
+    async def embed(self, user: User) -> bool:
         """Embed facts and messages that have no vector; tell whether none failed."""
         embedder = self.memory.embedder
         missing = list(dict.fromkeys(await user.run(user.missing)))
@@ -2239,10 +2241,10 @@ class Learner:
                 return False
         return True
 
-    async def summarize(self, user: "User", session_id: str) -> None:
+    async def summarize(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.memory.settings.history_turns
-        transcript = await user.run(user.files.transcript, session_id)
+        transcript = await user.run(user.transcript, session_id)
         turns = transcript.unfolded()
         if len(turns) <= 2 * keep:
             return
@@ -2259,20 +2261,20 @@ class Learner:
         try:
             answer = await ask(self.complete, prompt, form)
             summary = parse_answer(answer, "summary", str)
-        except (BadAnswer, RequestRefused, ConnectionError):  # verbatim till later
+        except (BadAnswer, RequestRefused, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
-        await user.run(user.files.summarize, session_id, old, cut(summary, 8000))
+        await user.run(user.summarize, session_id, old, cut(summary, 8000))
 
 
 async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
-    """Return a model's answer; RequestRefused, ConnectionError: there is none."""
+    """Return a model's answer; RequestRefused, NoAnswer: there is none."""
     try:
         return await complete(messages, form)
     except RequestRefused:
         raise
     except Exception as error:  # whatever kept the endpoint from answering
-        raise ConnectionError("no answer") from error
+        raise NoAnswer from error
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -2289,9 +2291,18 @@ def find_markers(folder: Path) -> Counter[str]:
 class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
-    def __init__(self, memory: Memory, user: "User", session_id: str, begun: Begun):
+    def __init__(
+        self,
+        memory: Memory,
+        user: User,
+        session_id: str,
+        number: int,
+        state: State,
+        transcript: Transcript,
+        unlearned: list[Unlearned],
+    ):
         self.memory, self.user, self.session_id = memory, user, session_id
-        self.number, self.state, transcript, self.unlearned = begun
+        self.number, self.state, self.unlearned = number, state, unlearned
         self.summary = transcript.summary
         self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
         self.message = ""  # of the user, in this turn
@@ -2374,7 +2385,7 @@ class Turn:
 
     async def append(self, row: TurnRow) -> None:
         user, id = self.user, self.state.id
-        await user.run(user.files.append, id, self.session_id, row)
+        await user.run(user.append, id, self.session_id, row)
         self.memory.degraded.note("storage", failed=False)
         self.memory.learner.pending[user.key] += 1
 
@@ -2391,7 +2402,7 @@ class Turn:
     async def propose_memory(self, items: list[str]) -> list[Row]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
         memory, user = self.memory, self.user
-        turns = await user.run(user.files.turns_after, self.session_id, 0)
+        turns = await user.run(user.turns_after, self.session_id, 0)
         turns += [turn.row for turn in self.unlearned]
         said = "\n".join([row["query"] for row in turns] + [self.message])
         spoken = await memory.locks.compute(len(said), key_words, said)
@@ -2404,7 +2415,7 @@ class Turn:
             for item in map(one_line, items[:20]):
                 score, reason = judge(item, spoken)
                 parts = split_names(item)
-                new = [text for text in parts if not find_twin(state.facts, text)]
+                new = [text for text in parts if not find_duplicate(state.facts, text)]
                 reason = reason if new else "known already"
                 accepted = not new or not reason
                 verdict = {"item": item, "score": round(score, 2), "accepted": accepted}

@@ -1935,7 +1935,7 @@ def test_a_learning_refused_or_cut_is_made_smaller_and_given_up_where_others_suc
     def given_up():
         return chat.http.get("/health").json()["given_up"]
 
-    monkeypatch.setattr(memory.Learner, "back_off", lambda *_: 0.01)
+    monkeypatch.setattr(memory, "BACK_OFF", (0.01, 0.01))
     with start() as chat, monkeypatch.context() as patch:
         teach(chat, model, PLACES)
         patch.setattr(memory, "LEARN_DELAY", 3600.0)
@@ -2451,7 +2451,7 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         async with service.memory.turn(user.key, A):
             pass  # makes the folder
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
-        await user.memory.locks.in_thread(user.files.write, state)
+        await user.memory.locks.in_thread(user.write, state)
         await learner.embed(user)
         after = dict(enumerate(texts))
         found = await learner.propose(user, state, batch, 0)
@@ -3860,18 +3860,18 @@ async def fail_to_write(tmp_path, monkeypatch):
             await say(service, "ann", A, f"I like w{n}")
         await all_learned(tmp_path)
         user = service.named("ann")
-        turns = await user.run(user.files.turns_after, A, 0)
-        await user.run(user.files.summarize, A, turns[:1], "first")
+        turns = await user.run(user.turns_after, A, 0)
+        await user.run(user.summarize, A, turns[:1], "first")
         monkeypatch.setattr(memory, "replace_file", failing(errno.ENOSPC))
         for write in (
             service.change(user, lambda state, _: state.facts.update(a_fact("No"))),
-            user.run(user.files.summarize, A, turns[1:2], "second"),
+            user.run(user.summarize, A, turns[1:2], "second"),
             say(service, "ann", A, "I like w4"),
         ):
             with pytest.raises(OSError):
                 await write
         monkeypatch.undo()
-        return user.files
+        return user
 
 
 def child(coroutine_of, *arguments):
@@ -4015,15 +4015,20 @@ async def test_a_fact_that_was_changed_meanwhile_is_not_forgotten(tmp_path):
 async def test_learning_that_cannot_be_written_is_tried_ever_less_often(
     tmp_path, monkeypatch
 ):
-    async with remembering(tmp_path, learn_concurrency=0) as service:
+    pauses, timeout = [], asyncio.timeout
+
+    def shortened(delay):
+        pauses.append(delay)
+        return timeout(delay and delay / 1000)
+
+    async with remembering(tmp_path) as service:
         await say(service, "ann", A, "I like tea")
         monkeypatch.setattr(os, "replace", failing(errno.ENOSPC))
-        learner, pauses = service.learner, []
-        for _ in range(3):
-            with pytest.raises(OSError):
-                await learner.look(service.users["ann"])
-            pauses.append(learner.back_off("ann"))
-        assert pauses == [1, 2, 4] and learner.totals["given up"] == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "timeout", shortened)
+            while pauses[-3:] != [1.0, 2.0, 4.0]:
+                await asyncio.sleep(0.001)
+        assert service.learner.totals["given up"] == 0
 
 
 @in_a_loop
@@ -4440,24 +4445,19 @@ def leave_strays(folder):
             shutil.copy(path, path.with_name(f"{path.name}.corrupt-17"))
 
 
-def is_idle(memory, key):
-    """Tell whether a user was learned from, and nothing is left but vectors to be written."""
-    due, _ = memory.learner.timers.get(key, (0, None))
-    return due > time.monotonic() + 5
-
-
 @pytest.fixture
 def talkative(start, monkeypatch):
     """A service that knows two users, with indexes, a summary, and strays of every kind."""
     monkeypatch.setattr(memory, "FILE_TURNS", 4)
     monkeypatch.setattr(memory, "LEARN_DELAY", 0.01)
+    monkeypatch.setattr(memory, "QUIET", 0.0)
     with start(HISTORY_TURNS=1) as chat:
         for user in ("Žofie", "ann"):
             key = memory.folder_name(user)
             for word in ("saffron", "basil", "cumin", "dill", "rue", "anise"):
                 chat.ask(f"I like {word}", B if word == "anise" else A, user)
                 chat.learned(folder=key)
-                wait_for(lambda key=key: is_idle(chat.service.memory, key))
+                wait_for(lambda key=key: key not in chat.service.memory.learner.wake)
         write_indexes(chat)
         for user in ("Žofie", "ann"):
             leave_strays(chat.folder / memory.folder_name(user))
@@ -4701,11 +4701,10 @@ def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path)
         reached, known = [], {"history_turns": 1, "learn_concurrency": 1}
         async with remembering(tmp_path, **known) as service:
             learner, look = service.learner, service.learner.look
-            learner.look = lambda user: CancelledAt(step, look(user), reached)
+            learner.look = lambda key: CancelledAt(step, look(key), reached)
             await say(service, "ann", A, query)
             await say(service, "ann", B, "I like all of it")
-            worker = learner.tasks[0]  # cancelled, it has ended
-            await happens(lambda: worker.done() or is_idle(service, "ann"))
+            await happens(lambda: not learner.tasks)  # cancelled, or all is learned
             async with service.locks.held("ann/learn", wait=False):
                 pass  # it is free
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -4713,6 +4712,7 @@ def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "LEARN_DELAY", 0.001)
+        patch.setattr(memory, "QUIET", 0.0)
         for step in range(1, 100):
             reached = asyncio.run(life(step, f"I like w{step}"))
             asyncio.run(live(tmp_path))
@@ -4895,10 +4895,10 @@ def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, mod
 
 def test_a_deleted_session_does_not_stay_in_memory(chat):
     chat.tell("I like tea")
-    kept = chat.service.memory.users["ann"].files
-    assert f"{A}.json" in kept.storages
+    user = chat.service.memory.users["ann"]
+    assert f"{A}.json" in user.transcripts
     assert chat.http.delete(f"/users/ann/sessions/{A}").status_code == 204
-    assert set(kept.storages) == {"memory.json"}
+    assert not user.transcripts
 
 
 def test_users_beyond_the_bound_are_closed_and_opened_again(start, monkeypatch):
@@ -5058,7 +5058,8 @@ def open_beside_others(root):
 
     async def begin():
         async with remembering(root) as service:
-            await service.learner.tasks[-1]  # lists what waits
+            [listing] = service.learner.tasks  # what waits
+            await listing
 
     try:
         for _ in range(25):

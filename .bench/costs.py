@@ -68,10 +68,8 @@ async def complete(messages: Any, schema: Any) -> str:
 
 
 async def learned(service: memory.Memory) -> None:
-    learner, soon = service.learner, asyncio.get_running_loop().time
-    while learner.pending or any(
-        timer.when() < soon() + 1 for timer in learner.timers.values()
-    ):
+    learner = service.learner
+    while learner.pending or any(wake.is_set() for wake in learner.wake.values()):
         await asyncio.sleep(0.002)
 
 

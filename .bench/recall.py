@@ -84,7 +84,7 @@ class Service:
         """Return the index that User.search_past builds, of all messages with vectors."""
         from memory import message_entries
 
-        said = ((s, found.files.turns_after(s, 0)) for s in found.files.sessions())
+        said = ((s, found.turns_after(s, 0)) for s in found.sessions())
         entries = [
             e for session, turns in said for e in message_entries(session, turns)
         ]
