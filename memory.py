@@ -39,7 +39,7 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -1861,11 +1861,11 @@ class Memory:
             RuntimeError: Another running event loop of this process has it open.
         """
         self.locks = Locks.open(self.folder / ".lock")
-        self.learner.start(self.learner.resume())
+        self.learner.tasks[""] = asyncio.create_task(self.learner.resume())
 
     async def close(self) -> None:
         """End learning (what is not done stays on disk) and write the vectors."""
-        tasks = [*self.learner.tasks, *self.embedder.asked.values()]
+        tasks = [*self.learner.tasks.values(), *self.embedder.asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -2024,17 +2024,13 @@ class Learner:
         self.memory, self.complete = memory, complete
         self.context_tokens = 8192  # of the model that learns
         self.at_work = asyncio.Semaphore(memory.settings.learn_concurrency)
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.wake: dict[str, asyncio.Event] = {}  # by user, for those with a task
+        # By user; under "" the one that looks at the start for what waits
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.wake: dict[str, asyncio.Event] = {}
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
         self.pending: Counter[str] = Counter()  # turns, at first sessions, that wait
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
@@ -2047,7 +2043,7 @@ class Learner:
         """Look soon at what is to be done for a user."""
         if key not in self.wake:
             self.wake[key] = asyncio.Event()
-            self.start(self.attend(key))
+            self.tasks[key] = asyncio.create_task(self.attend(key))
         self.wake[key].set()
 
     async def attend(self, key: str) -> None:
@@ -2074,7 +2070,7 @@ class Learner:
             except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
                 pause = None
-        del self.wake[key]
+        del self.wake[key], self.tasks[key]
 
     async def look(self, key: str) -> float | None:
         """Do the next thing for a user; return seconds until the next look, None: nothing is left.

@@ -4658,7 +4658,7 @@ def test_a_turn_may_be_cancelled_at_any_await(model, tmp_path, monkeypatch, fact
         await happens(lambda: not model.opened)
         await all_learned(tmp_path)
         await happens(lambda: not learner.pending)
-        kept = {asyncio.current_task(), *learner.tasks}
+        kept = {asyncio.current_task(), *learner.tasks.values()}
         await happens(lambda: not asyncio.all_tasks() - kept)
         async with service.memory.locks.held(f"ann/{A}", wait=False):
             pass  # it is free
@@ -4704,7 +4704,8 @@ def test_a_learning_cancelled_at_any_await_is_learned_once_by_the_next(tmp_path)
             learner.look = lambda key: CancelledAt(step, look(key), reached)
             await say(service, "ann", A, query)
             await say(service, "ann", B, "I like all of it")
-            await happens(lambda: not learner.tasks)  # cancelled, or all is learned
+            worker = learner.tasks.get("ann")  # cancelled, or all is learned
+            await happens(lambda: not worker or worker.done())
             async with service.locks.held("ann/learn", wait=False):
                 pass  # it is free
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -5058,8 +5059,7 @@ def open_beside_others(root):
 
     async def begin():
         async with remembering(root) as service:
-            [listing] = service.learner.tasks  # what waits
-            await listing
+            await service.learner.tasks[""]  # lists what waits
 
     try:
         for _ in range(25):
