@@ -579,15 +579,6 @@ def closed_port():
         yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
-@pytest.fixture
-def silent_port():
-    """Return the URL of a server that takes connections and never says a word."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-
-
 GOOD = {"user_id": "ann", "session_id": A, "message": "Hi!"}
 JSON = {"content-type": "application/json"}
 
@@ -785,17 +776,6 @@ def test_each_event_has_exactly_its_fields_and_one_line_ends_the_stream(chat, mo
     assert isinstance(of(turns[0], "tool_result")[0]["ms"], int)
 
 
-def test_the_answer_is_ndjson_that_no_proxy_keeps(chat, model):
-    model.replies.append(says("One\ntwo\u2028\u0085 ✓"))
-    reply = chat.post("Hi!")
-    assert reply.headers["content-type"] == "application/x-ndjson"
-    assert reply.headers["cache-control"] == "no-store"
-    assert reply.headers["x-accel-buffering"] == "no"
-    assert reply.content.endswith(b"\n")
-    lines = [json.loads(line) for line in reply.content[:-1].split(b"\n")]
-    assert lines[-1]["response"] == "One\ntwo\u2028\u0085 ✓"
-
-
 def test_no_text_of_a_models_can_stop_the_service():
     began = time.process_time()
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40):
@@ -854,11 +834,9 @@ def test_no_tool_runs_before_the_rounds_stream_has_ended(chat, model):
 WRONG_CALLS = [
     (("sleep", {}), "sleep took longer than 1 s"),
     (("block", {}), "block took longer than 1 s"),
-    (("fail", {}), "the disk is gone"),
     (("fly", {}), "there is no tool 'fly'; the tools are calculate"),
     (("calculate", '{"expression": "1+'), "JSON"),
     (("convert_units", '["1+1"]'), "JSON"),
-    (("calculate", {"sum": "1+1"}), "expression"),
     (("fetch_memory", {"query": "x", "user_id": "bob"}), "query"),
 ]
 
@@ -872,13 +850,9 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
         """Keep its thread, for which nobody waits."""
         release.wait(20)
 
-    def fail() -> str:
-        """Fail."""
-        raise RuntimeError("the disk is gone")
-
     release = threading.Event()
-    for tool in (sleep, block, fail):
-        offer(monkeypatch, tool)
+    offer(monkeypatch, sleep)
+    offer(monkeypatch, block)
     wrong, texts = zip(*WRONG_CALLS, strict=True)
     model.replies += [calls(*wrong), says("They failed.")]
     with start(TOOL_TIMEOUT=1.0) as chat:
@@ -893,7 +867,7 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
         assert row["content"] == message["content"]
     again = [json.loads(c["function"]["arguments"]) for c in asked["tool_calls"]]
     assert again == [e["arguments"] for e in of(events, "tool_call")]
-    assert again == [row["arguments"] for row in kept] and again[4:6] == [{}, {}]
+    assert again == [row["arguments"] for row in kept] and again[3:5] == [{}, {}]
 
 
 LASTS = {"answers": says("Enough."), "calls": sum_of(3), "says nothing": says()}
@@ -1211,13 +1185,6 @@ def test_an_endpoint_that_is_down_is_told_and_learns_later(start, closed_port, n
         assert chat.facts() == ["User likes tea."]
 
 
-def test_an_endpoint_that_never_answers_is_a_timeout(start, silent_port):
-    with start(BASE_URL=silent_port, UPSTREAM_TIMEOUT=0.2, CHAT_MODEL="m") as chat:
-        events = chat.ask("Hi!")
-        assert events[-1]["code"] == "upstream_timeout"
-        assert chat.turns()[0]["status"] == "error"
-
-
 def test_tokens_that_keep_coming_are_no_timeout(start, model):
     model.pause = 0.1
     model.replies.append(says(*("a " for _ in range(14))))
@@ -1262,15 +1229,6 @@ def test_what_is_no_answer_is_no_bad_one(chat, model, reply, caplog):
     assert chat.facts() == ["User likes tea."]
     assert "no answer while learning" in caplog.text
     assert "bad answer" not in caplog.text and len(caplog.text) < 50_000
-
-
-def test_an_endpoint_that_fails_in_a_later_round_keeps_what_was_done(chat, model):
-    model.replies += [sum_of(1), refused(400)]
-    events = chat.ask("What is 1+1?")
-    assert events[-1]["code"] == "upstream_rejected"
-    [turn] = chat.turns()
-    assert (turn["status"], turn["rounds"]) == ("error", 2)
-    assert [tool["name"] for tool in turn["tools"]] == ["calculate"]
 
 
 def test_a_bug_of_ours_tells_the_client_nothing(chat, model, monkeypatch):
@@ -2774,12 +2732,19 @@ class Recall:
 
 
 def test_a_schema_is_made_of_the_signature_and_the_docstring():
-    parameters = {"title": {"type": "number"}, "unit": {"type": "string"}}
-    parameters["unit"]["default"] = "m"
     made = tools.schema(measure)["function"]
     assert (made["name"], made["description"]) == ("measure", "Return a height.")
-    assert made["parameters"]["properties"] == parameters
+    unit = {"type": "string", "default": "m"}
+    assert made["parameters"]["properties"] == {
+        "title": {"type": "number"},
+        "unit": unit,
+    }
     assert made["parameters"]["required"] == ["title"]
+    assert list(tools.TOOLS) == ["calculate", "current_time", "convert_units"]
+    for wrong in (lambda x: x), (lambda *x: x), call_piece:
+        wrong.__doc__ = None if wrong is call_piece else "Return it."
+        with pytest.raises(ValueError):  # the model could not call it
+            tools.tool(wrong)
 
 
 def test_a_method_is_a_tool_that_keeps_no_object_alive():
@@ -2793,51 +2758,32 @@ def test_a_method_is_a_tool_that_keeps_no_object_alive():
     assert gone() is None
 
 
-def test_a_function_the_model_could_not_call_is_refused():
-    def undocumented(number: int): ...
-
-    for wrong in (lambda x: x), (lambda *x: x):
-        wrong.__doc__ = "Return it."
-        with pytest.raises(ValueError):
-            tools.tool(wrong)
-    with pytest.raises(ValueError):
-        tools.tool(undocumented)
-    assert list(tools.TOOLS) == ["calculate", "current_time", "convert_units"]
+WRONG = [
+    ({}, "title: Missing"), ({"title": "high"}, "title: Input should be a valid number"),
+    ({"title": 1, "feet": 2}, "feet: Unexpected"), (None, "Arguments must be"),
+    ({"z" * 99_999: 1}, "title: Missing"),
+]  # fmt: skip
 
 
-WRONG = {
-    "missing": ({}, "title: Missing"),
-    "type": ({"title": "high"}, "title: Input should be a valid number"),
-    "extra": ({"title": 1, "feet": 2}, "feet: Unexpected"),
-    "huge": ({"z" * 99_999: 1}, "title: Missing"),
-    "no_object": (None, "Arguments must be"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_answered_with_those_that_fit(arguments, said):
-    ok, text = call(measure, arguments)
-    assert not ok
-    assert text.startswith("Error: ") and said in text and len(text) < 2_000
-    assert json.dumps(tools.schema(measure)["function"]["parameters"]) in text
-
-
-def test_an_unknown_tool_is_answered_with_those_that_exist():
+def test_wrong_calls_are_answered_with_what_fits():
+    for arguments, said in WRONG:
+        ok, text = call(measure, arguments)
+        assert not ok and len(text) < 2_000
+        assert text.startswith("Error: ") and said in text
+        assert json.dumps(tools.schema(measure)["function"]["parameters"]) in text
     ok, text = asyncio.run(tools.call_tool(tools.TOOLS, "x" * 9_999, {}, 5))
     assert not ok and len(text) < 200
     assert text.endswith("the tools are calculate, current_time, convert_units.")
 
 
-RESULTS = {
-    "text": ("as it is", "as it is"),
-    "json": ({"a": ["é", None]}, '{"a": ["é", null]}'),
-    "other": (datetime(2026, 1, 2), '"2026-01-02 00:00:00"'),
-    "lone_surrogate": ("a\ud800b", "a?b"),
-    "long": ("x" * 9_999, "x" * 7_967 + "\n[cut: 9999 characters in all]"),
-}
+RESULTS = [
+    ("as it is", "as it is"), ({"a": ["é", None]}, '{"a": ["é", null]}'),
+    (datetime(2026, 1, 2), '"2026-01-02 00:00:00"'), ("a\ud800b", "a?b"),
+    ("x" * 9_999, "x" * 7_967 + "\n[cut: 9999 characters in all]"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("result", "text"), RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize(("result", "text"), RESULTS, ids=range(len(RESULTS)))
 def test_a_result_becomes_text_that_can_be_sent(result, text):
     def give() -> object:
         """Give it."""
@@ -2848,25 +2794,22 @@ def test_a_result_becomes_text_that_can_be_sent(result, text):
     assert len(sent.encode()) <= tools.MAX_RESULT_CHARS
 
 
-BROKEN = {
-    "asked_amiss": (ValueError("no such city"), "no such city", False),
-    "broken": (OSError("disk full"), "disk full", True),
-    "silent": (RuntimeError(), "RuntimeError", True),
-    "own_timeout": (TimeoutError("server slow"), "server slow", True),
-    "stop_iteration": (StopIteration(), "generator raised StopIteration", True),
-}
+BROKEN = [
+    (ValueError("no such city"), "no such city"), (OSError("disk full"), "disk full"),
+    (RuntimeError(), "RuntimeError"), (TimeoutError("server slow"), "server slow"),
+    (StopIteration(), "generator raised StopIteration"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_failing_tool_is_answered_and_logged_if_it_is_broken(case, caplog):
-    error, text, logged = BROKEN[case]
-
+@pytest.mark.parametrize("error, text", BROKEN, ids=lambda it: type(it).__name__)
+def test_a_failing_tool_is_answered_and_logged_if_it_is_broken(error, text, caplog):
     def fail(secret: str) -> str:
         """Fail."""
         raise error
 
     assert call(fail, {"secret": "hunter2"}) == (False, f"Error: {text}")
-    assert [bool(record.exc_info) for record in caplog.records] == [True] * logged
+    logged = [bool(record.exc_info) for record in caplog.records]
+    assert logged == [True] * (not isinstance(error, ValueError))
     assert "hunter2" not in caplog.text
 
 
@@ -2877,9 +2820,9 @@ SUMS |= {"0.1 + 0.2": "0.3", "math.sqrt(16) + log(8, 2) + factorial(5)": "127"}
 SUMS |= {"round(2.567, 1)": "2.6", "round(5, -10**9)": "0", "-" * 499 + "1": "-1"}
 
 
-@pytest.mark.parametrize(("expression", "value"), SUMS.items(), ids=range(len(SUMS)))
-def test_calculate_reads_what_models_write(expression, value):
-    assert tools.calculate(expression) == value
+def test_calculate_reads_what_models_write():
+    for expression, value in SUMS.items():
+        assert tools.calculate(expression) == value
 
 
 HOSTILE = ["9**9**9", "10**200 * 10**200", "factorial(10**9)", "exp(1000)", "1e999"]
@@ -2892,24 +2835,6 @@ HOSTILE += ["1 << 9", "[1] * 9", "sqrt(x=1)", "min(*[1, 2])", "", "2 +", "\ud800
 def test_calculate_refuses_what_is_hostile_or_has_no_value(expression):
     with pytest.raises(ValueError):
         tools.calculate(expression)
-
-
-def test_current_time_is_utc_unless_a_zone_is_named(monkeypatch):
-    class Frozen(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.fromisoformat("2026-11-21T22:10:29+00:00").astimezone(tz)
-
-    monkeypatch.setattr(tools, "datetime", Frozen)
-    tokyo = "2026-11-22T07:10:29+09:00 (Sunday, week 47)"
-    assert tools.current_time() == "2026-11-21T22:10:29+00:00 (Saturday, week 47)"
-    assert tools.current_time("Asia/Tokyo") == tokyo
-
-
-@pytest.mark.parametrize("zone", ["../../etc/passwd", "Europe", "", "\0", "z" * 9_999])
-def test_current_time_opens_listed_zones_only(zone):
-    with pytest.raises(ValueError, match="such as Asia/Tokyo"):
-        tools.current_time(zone)
 
 
 QUANTITIES = """5 km > miles > 5 km = 3.106855961187 mi
@@ -2925,13 +2850,28 @@ QUANTITIES = """5 km > miles > 5 km = 3.106855961187 mi
 1 km > kg > km is length, but kg is mass"""
 
 
-@pytest.mark.parametrize("quantity", QUANTITIES.splitlines())
-def test_convert_units_answers_or_says_what_is_wrong(quantity):
-    source, target, text = quantity.split(" > ")
-    value, unit = source.split(" ", 1)
-    arguments = {"value": float(value), "from_unit": unit, "to_unit": target}
-    converted = (True, text) if " = " in text else (False, f"Error: {text}")
-    assert call(tools.convert_units, arguments) == converted
+def test_current_time_is_utc_unless_a_listed_zone_is_named(monkeypatch):
+    class Frozen(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.fromisoformat("2026-11-21T22:10:29+00:00").astimezone(tz)
+
+    monkeypatch.setattr(tools, "datetime", Frozen)
+    tokyo = "2026-11-22T07:10:29+09:00 (Sunday, week 47)"
+    assert tools.current_time() == "2026-11-21T22:10:29+00:00 (Saturday, week 47)"
+    assert tools.current_time("Asia/Tokyo") == tokyo
+    for zone in ("../../etc/passwd", "Europe", "", "\0", "z" * 9_999):
+        with pytest.raises(ValueError, match="such as Asia/Tokyo"):
+            tools.current_time(zone)
+
+
+def test_convert_units_answers_or_says_what_is_wrong():
+    for quantity in QUANTITIES.splitlines():
+        source, target, text = quantity.split(" > ")
+        value, unit = source.split(" ", 1)
+        arguments = {"value": float(value), "from_unit": unit, "to_unit": target}
+        converted = (True, text) if " = " in text else (False, f"Error: {text}")
+        assert call(tools.convert_units, arguments) == converted
 
 
 # --- Streams: what servers send, and the events that it gives ---
@@ -4851,7 +4791,7 @@ def sessions(chat, user="ann"):
 
 def only_turns(chat, user="ann"):
     [session] = sessions(chat, user)
-    return chat.http.get(f"/users/{user}/sessions/{session}").json()["turns"]
+    return chat.session(session, user).json()["turns"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -4869,20 +4809,9 @@ def test_openais_own_client_is_answered_and_the_turn_is_kept(chat, model, way):
     assert chat.facts() == ["User likes tea."]
 
 
-def test_the_first_words_reach_openais_client_before_the_model_goes_on(chat, model):
-    model.replies.append([*says("One ")[:2], WAIT, *says("two.")])
-    request = to_create("Count!", "stream")
-    with client_of(chat).chat.completions.create(**request) as parts:
-        first = next(parts).choices[0].delta
-        assert (first.role, first.content) == ("assistant", "One ")
-        assert not model.gate.is_set()
-        model.gate.set()
-        assert Answer(list(parts)).text == "two."
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_of_the_servers_own_tools_nothing_shows_but_what_was_said(chat, model, way):
-    sum_ = ("calculate", {"expression": "2+3"})
+    sum_ = compute("2+3")
     model.replies += [calls(sum_, text="Let me see."), calls(sum_)]
     model.replies.append(says("It is ", "5."))
     got = complete(chat, "What is 2+3?", way, user="ann", stream_options=None)
@@ -4902,16 +4831,14 @@ WHOLE = {"index": 0, "id": "w", "function": {"name": "weather", "arguments": '{"
 CALLED = {
     "in pieces": (calls(("weather", '{"city":  "Rome"}')), [("weather", '{"city":  "Rome"}')]),
     "whole": ([chunk({"tool_calls": [WHOLE]}), chunk(finish_reason="stop"), END], [("weather", '{"city":"Rome"}')]),
-    "two at once": (calls(("weather", '{"city": "Rome"}'), ("tide", "{}")), [("weather", '{"city": "Rome"}'), ("tide", "{}")]),
     "the same twice": (calls(("tide", "{}"), ("tide", "{}")), [("tide", "{}")] * 2),
     "broken": (calls(("weather", '{"city": "Ro')), [("weather", '{"city": "Ro')]),
-    "no JSON": (calls(("weather", "Rome, please")), [("weather", "Rome, please")]),
     "without arguments": (calls(("tide", "")), [("tide", "{}")]),
     "unknown": (calls(("sunset", "{}")), [("sunset", "{}")]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["sync", "async stream"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reply, wanted", CALLED.values(), ids=CALLED)
 def test_calls_of_a_clients_tools_come_back(chat, model, reply, wanted, way):
     model.replies.append(reply)
@@ -4919,16 +4846,14 @@ def test_calls_of_a_clients_tools_come_back(chat, model, reply, wanted, way):
     assert [call[1:] for call in got.calls] == wanted
     ids = [call[0] for call in got.calls]
     assert all(ids) and len({*ids}) == len(ids)
-    assert not got.text
-    assert got.finish_reason == "tool_calls"
+    assert (got.text, got.finish_reason) == ("", "tool_calls")
     assert model.requests[0]["tools"] == [WEATHER, TIDE] and len(model.requests) == 1
     assert sessions(chat) == {} and not model.learnings  # it comes back with results
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_that_comes_back_with_its_results_gets_one_turn(chat, model, way):
-    city = ("weather", '{"city": "Rome"}')
-    model.replies += [calls(city, text="I'll look."), calls(("tide", "{"))]
+    model.replies += [calls(("weather", "{}"), text="I'll look."), calls(("tide", "{"))]
     model.replies.append(says("Dry."))
     talk, more = [by("user", "I like tea.")], {"user": "ann", "tools": [WEATHER, TIDE]}
     for result in ("sunny", [{"type": "text", "text": "low"}]):
@@ -5002,11 +4927,9 @@ def test_what_does_not_go_with_a_parameter_is_left_out_once(chat, model):
 
 SYSTEMS = {
     "none": [by("user", "Hi!")],
-    "one": [by("system", "Be brief."), by("user", "Hi!")],
     "developer": [by("developer", "Be brief."), by("user", "Hi!")],
     "parts": [by("system", [{"type": "text", "text": "Be brief."}]), by("user", "Hi!")],
-    "in the middle": [by("user", "A"), by("system", "Be brief."), by("assistant", "B"), by("user", "Hi!")],
-    "several": [by("system", "Be brief."), by("developer", "Be kind."), by("user", "Hi!"), by("system", "Be brief.")],
+    "several": [by("system", "Be brief."), by("user", "A"), by("system", "Be kind."), by("assistant", "B"), by("user", "Hi!")],
 }  # fmt: skip
 
 
@@ -5058,37 +4981,29 @@ def test_hints_stand_in_the_last_user_message_also_where_others_follow(chat, mod
     assert [*sent[:2], *sent[3:]] == [*talk[:2], *talk[3:]]
 
 
-NAMED = {
-    "body": ({"user": "Zoë 李"}, {}),
-    "memory on": ({"user": "Zoë 李"}, {"X-Memory": "ON"}),
-    "memory empty": ({"user": "Zoë 李"}, {"X-Memory": ""}),
-    "X-User-Id": ({}, {"X-User-Id": "Zoë 李".encode()}),
-    "both, in other forms": ({"user": " Zoë 李"}, {"X-User-Id": unicodedata.normalize("NFD", "Zoë 李").encode()}),
-}  # fmt: skip
+NAMED = [
+    ({"user": "Zoë 李"}, {}), ({"user": "Zoë 李"}, {"X-Memory": "ON"}),
+    ({"user": "Zoë 李"}, {"X-Memory": ""}), ({}, {"X-User-Id": "Zoë 李".encode()}),
+    ({"user": " Zoë 李"}, {"X-User-Id": unicodedata.normalize("NFD", "Zoë 李").encode()}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("body, headers", NAMED.values(), ids=NAMED)
-def test_a_user_is_named_in_the_body_or_a_header(chat, model, body, headers):
-    request = {"messages": [by("user", "Hi!")], **body}
-    reply = chat.http.post("/v1/chat/completions", json=request, headers=headers)
-    assert reply.status_code == 200
-    assert sum(sessions(chat, "Zoë 李").values()) == 1
+def test_a_user_is_named_in_the_body_or_a_header(chat, model):
+    for n, (body, headers) in enumerate(NAMED, 1):
+        reply = chat.http.post(V1, json=v1(**body), headers=headers)
+        assert reply.status_code == 200
+        assert sum(sessions(chat, "Zoë 李").values()) == n
 
 
-ODD_NAMES = {
-    "slash": ({"user": "ann/bob"}, {}),
-    "dots": ({"user": ".."}, {}),
-    "too long": ({"user": "a" * 129}, {}),
-    "control": ({}, {"X-User-Id": "a\x85nn".encode()}),
-    "surrogate": ({"user": "ann\ud800"}, {}),
-    "number": ({"user": 7}, {}),
-    "slash in a header": ({}, {"X-User-Id": "ann\\bob"}),
-    "body and header": ({"user": "ann"}, {"X-User-Id": "bob"}),
-    "two headers": ({}, [("X-User-Id", "ann"), ("X-User-Id", "bob")]),
-    "another case": ({"user": "ann"}, {"X-User-Id": "Ann"}),
-    "memory off": ({"user": "ann", "store": False}, {"X-User-Id": "bob"}),
-    "two sessions": ({"user": "ann", "metadata": {"session_id": A}}, {"X-Session-Id": B}),
-}  # fmt: skip
+ANN = {"user": "ann"}
+ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES if name not in ("", " \t ")]
+ODD_NAMES += [
+    ({}, {"X-User-Id": "a\x85nn".encode()}), ({}, {"X-User-Id": "ann\\bob"}),
+    ({}, [("X-User-Id", "ann"), ("X-User-Id", "bob")]), (ANN, {"X-User-Id": "Ann"}),
+    (ANN | {"store": False}, {"X-User-Id": "bob"}),
+    (ANN | {"metadata": {"session_id": A}}, {"X-Session-Id": B}),
+]  # fmt: skip
+V1 = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize("by_header", [True, False], ids=["header", "metadata"])
@@ -5099,8 +5014,7 @@ def test_a_session_is_named_by_its_uuid_or_by_any_name(chat, model, by_header):
         complete(chat, "Hi!", user="ann", headers=headers, **metadata)
     chat.ask("Hello.", session=C)
     found = sessions(chat)
-    assert found.pop(C) == 3
-    assert sorted(found.values()) == [1, 2]
+    assert found.pop(C) == 3 and sorted(found.values()) == [1, 2]
     assert {uuid.UUID(name).version for name in found} == {5}
 
 
@@ -5174,32 +5088,30 @@ def test_what_stands_in_the_clients_history_is_not_doubled_in_the_hints(chat, mo
     assert "I like tea. What's this?" in hints(model.requests[-1])
 
 
-MAY = {
-    "the key": ("the key", {"user": "ann"}, None),
-    "the key, no user": ("the key", {}, None),
-    "one's own token": (token_of("Zoë"), {"user": "Zoe\u0308"}, None),
-    "one's own token, no memory": (token_of("ann"), {"user": "ann", "store": False}, None),
-    "another's token": (token_of("bob"), {"user": "ann"}, openai.PermissionDeniedError),
-    "another's token, no memory": (token_of("bob"), {"user": "ann", "store": False}, openai.PermissionDeniedError),
-    "a token, no user": (token_of("ann"), {}, openai.PermissionDeniedError),
-    "an empty name's token": (token_of(""), {}, openai.PermissionDeniedError),
-    "another key": ("a key", {"user": "ann"}, openai.AuthenticationError),
-}  # fmt: skip
+MAY = [
+    ("the key", {"user": "ann"}, None), ("the key", {}, None),
+    (token_of("Zoë"), {"user": "Zoe\u0308"}, None),
+    (token_of("ann"), {"user": "ann", "store": False}, None),
+    (token_of("bob"), {"user": "ann"}, openai.PermissionDeniedError),
+    (token_of("bob"), {"user": "ann", "store": False}, openai.PermissionDeniedError),
+    (token_of("ann"), {}, openai.PermissionDeniedError),
+    (token_of(""), {}, openai.PermissionDeniedError),
+    ("a key", {"user": "ann"}, openai.AuthenticationError),
+]  # fmt: skip
 
 
 def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
     with start(API_KEY="the key") as chat:
-        for key, request, refused in MAY.values():
+        for key, request, refused in MAY:
             if refused:
                 error = refusal_of(chat, "Hi!", key=key, **request)
                 assert type(error) is refused
             else:
                 assert complete(chat, "Hi!", key=key, **request).text == "Noted: Hi! "
-        for path in ("/v1/chat/completions", "/v1/models", "/v1/nothing"):
-            reply = chat.http.post(path, json={"messages": 5})
-            assert reply.status_code == 401 and reply.json()["error"]["message"]
-            assert reply.headers["WWW-Authenticate"] == "Bearer"
-    assert len(model.requests) == sum(not refused for *_, refused in MAY.values())
+        reply = chat.http.post("/v1/nothing", json={"messages": 5})
+        assert reply.status_code == 401 and reply.json()["error"]["message"]
+        assert reply.headers["WWW-Authenticate"] == "Bearer"
+    assert len(model.requests) == 4
 
 
 def test_a_route_that_does_not_check_the_token_ends_the_start():
@@ -5239,65 +5151,32 @@ def v1(**more):
     return {"messages": [by("user", "Hi!")], **more}
 
 
-ODD_BODIES = {
-    "no JSON": b'{"messages": [',
-    "nothing": b"",
-    "no UTF-8": b'{"messages": "\xff"}',
-    "a list": [v1()],
-    "no messages": {"model": "gpt"},
-    "empty messages": v1(messages=[]),
-    "unknown role": v1(messages=[by("boss", "Hi!")]),
-    "content is a number": v1(messages=[by("user", 5)]),
-    "parts are texts": v1(messages=[by("user", ["Hi!"])]),
-    "tools are an object": v1(tools={"type": "function"}),
-    "n is 2": v1(n=2),
-    "stream is a word": v1(stream="perhaps"),
-    "NaN": v1(temperature=float("nan")),
-    "lone surrogate": v1(messages=[by("user", "Hi \ud83d!")]),
-    "lone surrogate in a name": v1(**{"\udfff": 1}),
-    "nested deeply": b"[" * 100_000,
-    "a number of 5,000 digits": b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}",
-}  # fmt: skip
-NOBODY = {"X-User-Id": "nobody"}
-BAD_REQUESTS = {name: (body, NOBODY) for name, body in ODD_BODIES.items()}
-BAD_REQUESTS |= {
-    name: (v1(**body), headers) for name, (body, headers) in ODD_NAMES.items()
-}
+ODD_BODIES = [
+    *NO_OBJECTS, [v1()], {"model": "gpt"}, v1(messages=[]), v1(n=2), v1(stream="perhaps"),
+    *(v1(messages=[by("user", content)]) for content in (5, ["Hi!"], "Hi \ud83d!")),
+    v1(messages=[by("boss", "Hi!")]), v1(tools={"type": "function"}),
+    v1(temperature=float("nan")), v1(**{"\udfff": 1}),
+    b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}",
+]  # fmt: skip
+BAD_REQUESTS = [(body, {"X-User-Id": "nobody"}) for body in ODD_BODIES]
+BAD_REQUESTS += [(v1(**body), headers) for body, headers in ODD_NAMES]
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("body, headers", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_a_bad_request_is_400_in_openais_shape(shared, picky, body, headers, stream):
+@pytest.mark.parametrize("number", range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_400_in_openais_shape(shared, picky, number, stream):
+    body, headers = BAD_REQUESTS[number]
     body = {"stream": stream} | body if isinstance(body, dict) else body
     content = body if isinstance(body, bytes) else json.dumps(body)
     headers = httpx.Headers(headers)
     headers.update(JSON)
-    reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)
+    reply = shared.http.post(V1, content=content, headers=headers)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
     assert error["type"] == "invalid_request_error" and not picky.requests
     assert not re.search(r"Traceback|\([\"']|,\)", reply.text)
     assert not (shared.folder / "nobody").exists()
-
-
-def test_what_is_no_such_route_is_in_openais_shape(shared):
-    replies = [shared.http.post("/v1/embeddings", json={})]
-    replies.append(shared.http.get("/v1/chat/completions"))
-    assert [reply.status_code for reply in replies] == [404, 405]
-    assert all(reply.json()["error"]["message"] for reply in replies)
-
-
-def test_no_depth_of_nesting_is_a_server_error(shared, picky):
-    seen = set()
-    for depth in range(930, 1000, 3):
-        deep = b"[" * depth + b"]" * depth
-        content = json.dumps(v1(x=0)).encode().replace(b"0", deep)
-        headers = {"content-type": "application/json"}
-        reply = shared.http.post("/v1/chat/completions", content=content, headers=headers)  # fmt: skip
-        seen.add(reply.status_code)
-        assert reply.status_code in (200, 400), reply.text
-    assert seen == {200, 400}
 
 
 ODD_REQUESTS = [  # each was a server error once
@@ -5308,14 +5187,22 @@ ODD_REQUESTS = [  # each was a server error once
 ]
 
 
-@pytest.mark.parametrize("body", ODD_REQUESTS, ids=range(4))
-def test_an_odd_request_is_no_server_error(shared, picky, body):
-    picky.replies.append(says("Ok."))
-    reply = shared.http.post("/v1/chat/completions", json=body)
-    if reply.status_code != 200:
-        assert reply.status_code == 400 and reply.json()["error"]["message"]
-    else:
-        assert reply.json()["choices"][0]["message"]["content"] == "Ok."
+def test_an_odd_request_and_no_depth_of_nesting_is_a_server_error(shared, picky):
+    bodies = [json.dumps(body).encode() for body in ODD_REQUESTS]
+    whole = json.dumps(v1(x=0)).encode()
+    depths = range(930, 1000, 3)
+    bodies += [whole.replace(b"0", b"[" * depth + b"]" * depth) for depth in depths]
+    picky.replies += [says("Ok.")] * len(bodies)
+    replies = [shared.http.post(V1, content=body, headers=JSON) for body in bodies]
+    for reply in replies:
+        told = reply.json()
+        told = told["error"] if reply.status_code == 400 else told["choices"][0]
+        assert told["message"]
+    statuses = [reply.status_code for reply in replies]
+    assert {*statuses} == {*statuses[len(ODD_REQUESTS) :]} == {200, 400}
+    replies = shared.http.post("/v1/embeddings", json={}), shared.http.get(V1)
+    assert [reply.status_code for reply in replies] == [404, 405]
+    assert all(reply.json()["error"]["message"] for reply in replies)
 
 
 @pytest.mark.parametrize("way", ["whole", "stream", "stream after words"])
@@ -5338,8 +5225,6 @@ def test_a_client_that_leaves_a_completion_stops_the_model(chat, model, way):
     turn = saved_turn(chat)
     assert (turn["query"], turn["status"]) == ("I like tea.", "interrupted")
     assert turn["response"] in (["Tea "] if "words" in way else ["", "Tea "])
-    chat.learned()
-    assert chat.facts() == ["User likes tea."] and not model.gate.is_set()
 
 
 def test_pings_keep_the_line_and_no_client_minds_them(start, model):
@@ -5364,10 +5249,8 @@ def test_silence_does_not_break_an_answer_in_one_piece(start, model):
 
 
 def test_usage_stands_in_a_stream_when_it_is_asked_for(chat, model):
-    sum_ = calls(("calculate", {"expression": "1+1"}))
-    counted = {"choices": [], "usage": USAGE}
-    for _ in range(3):
-        model.replies += [[*sum_[:-1], counted, END], says("2")]
+    counted = [*sum_of(1)[:-1], {"choices": [], "usage": USAGE}, END]
+    model.replies += [counted, says("2")] * 3
     usage = {"include_usage": True}
     asked_for = complete(chat, "1+1?", "async stream", stream_options=usage)
     silent = complete(chat, "1+1?", "async stream")
@@ -5392,6 +5275,25 @@ def test_a_completion_says_how_it_ended(start, model, way):
         assert (got.text, got.finish_reason) == ("2", "stop")
 
 
+def test_lines_and_chunks_are_whole_and_no_proxy_keeps_them(chat, model):
+    model.replies += [says("One\ntwo\u2028\u0085 ✓")] * 2
+    replies = chat.post("Hi!"), chat.http.post(V1, json=v1(stream=True))
+    kinds = "application/x-ndjson", "text/event-stream"
+    for reply, kind in zip(replies, kinds, strict=True):
+        assert reply.headers["content-type"].startswith(kind)
+        assert reply.headers["cache-control"] == "no-store"
+        assert reply.headers["x-accel-buffering"] == "no"
+    lines = replies[0].content.split(b"\n")
+    assert json.loads(lines[-2])["response"] == "One\ntwo\u2028\u0085 ✓"
+    *events, done, nothing = replies[1].text.split("\n\n")
+    assert (done, lines[-1], nothing) == ("data: [DONE]", b"", "")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    first, *deltas = [part["choices"][0]["delta"] for part in parts]
+    assert first == {"role": "assistant", "content": "One\ntwo\u2028\u0085 ✓"}
+    assert not any(deltas)
+
+
 def test_chunks_are_server_sent_events_that_no_proxy_keeps(chat, model):
     model.replies.append(says("One\ntwo\u2028\u0085 ✓"))
     reply = chat.http.post("/v1/chat/completions", json=v1(stream=True))
@@ -5411,7 +5313,7 @@ TOWNS = "Lisbon, Cairo, Oslo or Lima?"  # visited in 2001, 2002, 2003, 2008
 
 
 def towns(chat, k=20):
-    return [int(text[-5:-1]) for text in chat.facts(query=TOWNS, k=k)]
+    return years_of(chat.memories(query=TOWNS, k=k))
 
 
 @pytest.fixture
@@ -5438,16 +5340,6 @@ def test_a_reranker_puts_what_was_found_into_its_order(ranked, model):
     assert first["model"] == "stand-in"  # the first of its /models
 
 
-def test_the_hints_are_in_the_rerankers_order_at_both_faces(ranked, model):
-    events = ranked.ask(TOWNS, session=B)
-    complete(ranked, TOWNS, user="ann")
-    years = sorted(ranked.before, reverse=True)
-    assert [int(f["text"][-5:-1]) for f in events[0]["facts"]] == years
-    assert events[0]["degraded"] == [] and len(model.ranked) == 2
-    noted = re.findall(r"in (\d+)\.\n", hints(model.requests[-1]))
-    assert [*map(int, noted)] == years
-
-
 def test_the_rerankers_model_and_key_are_as_set_and_used_where_not_all_fits(
     start, model
 ):
@@ -5464,55 +5356,50 @@ def results(*pairs):
     return {"results": [{"index": n, "relevance_score": score} for n, score in pairs]}
 
 
+def years_of(facts):
+    return [int(fact["text"][-5:-1]) for fact in facts]
+
+
+def test_a_reranker_puts_what_was_found_and_the_hints_into_its_order(ranked, model):
+    years = sorted(ranked.before, reverse=True)
+    assert towns(ranked) == years != ranked.before and len(years) == 4
+    assert towns(ranked, k=2) == years[:2]
+    first, second = model.ranked
+    assert (first["query"], first["model"]) == (TOWNS, "stand-in")  # of its /models
+    assert (first["top_n"], first) == (20, second | {"top_n": 20})
+    assert {*first["documents"]} == {PLACES[n] for n in (0, 1, 2, 7)}
+    events = ranked.ask(TOWNS, session=B)
+    complete(ranked, TOWNS, user="ann")
+    assert (years_of(events[0]["facts"]), events[0]["degraded"]) == (years, [])
+    noted = re.findall(r"in (\d+)\.\n", hints(model.requests[-1]))
+    assert [*map(int, noted)] == years and len(model.ranked) == 4
+
+
 GOOD_SCORES = [(3, 4.0), (2, 3.0), (1, 2.0), (0, 1.0)]
-NO_ORDER = {
-    "500": (500, {"error": {"message": "User visited Rome"}}),
-    "404": (404, {"detail": "Not Found"}),
-    "429": (429, {}),
-    "silence": WAIT,
-    "no results": {},
-    "empty results": results(),
-    "null": None,
-    "a list": [1, 2],
-    "a text": "sorry",
-    "results are a text": {"results": "abc"},
-    "no scores": {"results": [{"index": n} for n in range(4)]},
-    "no indexes": {"results": [{"relevance_score": 1.0}] * 4},
-    "an index too high": results((4, 5.0), *GOOD_SCORES[:3]),
-    "an index below": results((-1, 5.0), *GOOD_SCORES[:3]),
-    "one index twice": results((3, 9.0), *GOOD_SCORES[:3]),
-    "too few": results(*GOOD_SCORES[:2]),
-    "index is a word": results(("3", 5.0), *GOOD_SCORES[1:]),
-    "index is a half": results((2.5, 5.0), *GOOD_SCORES[1:]),
-    "score is a word": results((3, "high"), *GOOD_SCORES[1:]),
-    "score is null": results((3, None), *GOOD_SCORES[1:]),
-    "score is NaN": results((3, float("nan")), *GOOD_SCORES[1:]),
-    "score is infinite": results((3, float("inf")), *GOOD_SCORES[1:]),
-}  # fmt: skip
+NO_ORDER = [
+    (500, {"error": {"message": "User visited Rome"}}), (404, {"detail": "Not Found"}),
+    (429, {}), WAIT, {}, results(), None, [1, 2], "sorry", {"results": "abc"},
+    {"results": [{"index": n} for n in range(4)]}, results(*GOOD_SCORES[:2]),
+    {"results": [{"relevance_score": 1.0}] * 4},
+    *(results((n, 5.0), *GOOD_SCORES[:3]) for n in (4, -1, 3)),
+    *(results((n, 5.0), *GOOD_SCORES[1:]) for n in ("3", 2.5)),
+    *(results((3, s), *GOOD_SCORES[1:]) for s in ("high", None, float("nan"), float("inf"))),
+]  # fmt: skip
 
 
 def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
     assert towns(ranked) != ranked.before
-    for name, answer_ in NO_ORDER.items():
-        model.ranking = lambda request, answer_=answer_: answer_
-        reply = ranked.post(TOWNS, session=str(uuid.uuid4()))
-        first = json.loads(reply.text.splitlines()[0])
-        assert first["degraded"] == ["rerank"], name
-        assert [int(f["text"][-5:-1]) for f in first["facts"]] == ranked.before, name
-        assert json.loads(reply.text.splitlines()[-1])["type"] == "done"
-        assert ranked.health()["degraded"].keys() == {"rerank"}, name
-        assert towns(ranked) == ranked.before, name
+    for sent in NO_ORDER:
+        model.ranking = lambda request, sent=sent: sent
+        first, *_, last = ranked.ask(TOWNS, session=str(uuid.uuid4()))
+        assert first["degraded"] == ["rerank"], sent
+        assert years_of(first["facts"]) == ranked.before, sent
+        assert last["type"] == "done"
+        assert ranked.health()["degraded"].keys() == {"rerank"}, sent
+        assert towns(ranked) == ranked.before, sent
         ranked.learned()
     model.ranking = lambda request: results(*GOOD_SCORES)
     assert towns(ranked) == ranked.before[::-1]
-
-
-def test_a_reranker_that_cannot_be_reached_is_named(start, model, closed_port):
-    with start(RERANK_BASE_URL=closed_port, HINT_TOKENS=100) as chat:
-        teach(chat, model, PLACES)
-        events = chat.ask(TOWNS, session=B)
-        assert events[0]["degraded"] == ["rerank"] and len(events[0]["facts"]) == 4
-        assert events[-1]["type"] == "done"
 
 
 def test_health_says_since_when_something_fails_until_it_works_again(ranked, model):
@@ -5521,18 +5408,17 @@ def test_health_says_since_when_something_fails_until_it_works_again(ranked, mod
         assert reply["status"] == ("degraded" if reply["degraded"] else "ok")
         return reply["degraded"]
 
-    began = datetime.now().astimezone()
     assert degraded() == {}
     model.ranking = lambda request: (500, {})
     towns(ranked)
     since = degraded()
     towns(ranked)
     assert degraded() == since and since.keys() == {"rerank"}
-    assert began <= datetime.fromisoformat(since["rerank"]) <= datetime.now().astimezone()  # fmt: skip
+    age = datetime.now().astimezone() - datetime.fromisoformat(since["rerank"])
+    assert timedelta() <= age < timedelta(minutes=5)
     model.embeddings_down = True
     ranked.facts(query="Another question, in 2001?")
-    both = degraded()
-    assert both.keys() == {"rerank", "embeddings"} and both["rerank"] == since["rerank"]
+    assert degraded() == since | {"embeddings": degraded()["embeddings"]}
     model.ranking, model.embeddings_down = by_number, False
     towns(ranked)
     ranked.facts(query="A third one, in 2002?")
@@ -5543,16 +5429,13 @@ def test_health_counts_the_turns_that_wait_and_names_nobody(start, model):
     with start(HINT_TOKENS=0) as chat:
         model.hold_learning.clear()
         assert chat.health()["pending"] == 0
-        chat.ask("I like tea.", user="ann")
-        chat.ask("I like cake.", user="ann", session=B)
+        chat.ask("I like tea.")
+        chat.ask("I like cake.", session=B)
         complete(chat, "I like wine.", user="Zoë Secret")
         complete(chat, "I like beer.")
-        reply = chat.http.get("/health")
-        assert reply.json() == {
+        assert chat.health() == {
             "status": "ok", "model": "stand-in", "degraded": {}, "pending": 3, "given_up": 0,
         }  # fmt: skip
-        for word in ("ann", "Zo", "ecret", "tea", "cake", "wine", A, B, "sk-"):
-            assert word not in reply.text
         model.hold_learning.set()
         wait_for(lambda: chat.health()["pending"] == 0)
         assert chat.facts("Zoë Secret") == ["User likes wine."]
@@ -5562,11 +5445,9 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
     with start() as chat:
         model.operations += [refused(500, "I like tea.")] * 18
         chat.ask("I like tea.")
-        wait_for(lambda: chat.health()["degraded"])
-        reply = chat.http.get("/health")
-        assert reply.json()["degraded"].keys() == {"learning"}
-        assert (reply.json()["status"], reply.json()["pending"]) == ("degraded", 1)
-        assert "tea" not in reply.text
+        told = wait_for(lambda: chat.health()["degraded"] and chat.health())
+        assert (told["status"], told["pending"]) == ("degraded", 1)
+        assert told["degraded"].keys() == {"learning"} and "tea" not in str(told)
     model.operations.clear()
     model.hold_learning.clear()
     with start() as chat:  # what a run before has left is counted, too
@@ -5583,12 +5464,11 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
 def test_a_look_at_health_holds_and_leaves_no_trace(start, model, seconds, looks):
     with start(LOOK_AFTER=seconds) as chat:
         chat.ask("I like tea.")
-        wait_for(lambda: not chat.service.memory.learner.pending)
+        settled(chat)
         before, asked = files(chat.folder), len(model.headers)
         for _ in range(3):
             assert chat.health()["model"] == "stand-in"
-        assert len(model.headers) == asked + looks
-        assert files(chat.folder) == before
+        assert len(model.headers) == asked + looks and files(chat.folder) == before
 
 
 if __name__ == "__main__":
