@@ -891,17 +891,6 @@ def test_the_third_same_call_is_not_run_and_ends_the_rounds(chat, model):
     assert other["content"] == "1"
 
 
-def test_the_memory_tools_are_the_users_own(chat, model):
-    chat.tell("I like tea.", user="bob")
-    chat.tell("I like rum.")
-    found = use(chat, model, "fetch_memory", {"query": "likes"}, "What do I like?")
-    assert "rum" in found and "tea" not in found
-    offered = [tool["function"] for tool in model.requests[-1]["tools"]]
-    assert {tool["name"] for tool in offered} >= {"fetch_memory", "calculate"}
-    for tool in offered:
-        assert not {"user_id", "session_id"} & tool["parameters"]["properties"].keys()
-
-
 # --- Users and sessions ---
 
 
@@ -1255,25 +1244,21 @@ def test_embeddings_go_to_a_server_of_their_own(start, model, name):
 
 
 def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, server_log):
-    def lines(**settings):
+    def says(words, **settings):
         server_log.clear()
         with start(**settings) as chat:
             assert str(chat.folder) in server_log.text
-        return [r.getMessage() for r in server_log.records if r.name == "uvicorn.error"]
+        return re.search(words.replace(" ", ".*"), server_log.text)
 
-    def says(lines, *words):
-        return any(all(word in line for word in words) for line in lines)
-
-    set_ = lines(API_KEY="x")
-    assert says(set_, "CHAT_MODEL", "stand-in") and says(set_, "EMBEDDING_MODEL", "bag")
-    assert not says(set_, "API_KEY")
-    assert says(lines(CHAT_MODEL="gone"), "CHAT_MODEL", "stand-in", "must")
-    refused = lines(BASE_URL=closed_port)
-    assert says(refused, "CHAT_MODEL", closed_port, "Refused", "check its URL")
-    assert not says(refused, "Timeout") and not says(refused, "timed out")
-    nothing = lines(**NOTHING_SET, EMBEDDING_MODEL="")
-    assert says(nothing, "OPENAI_API_KEY", "OPENAI_BASE_URL")
-    assert says(nothing, "API_KEY", "everyone") and says(nothing, "EMBEDDING_BASE_URL")
+    assert says("CHAT_MODEL stand-in", API_KEY="x")
+    assert says("EMBEDDING_MODEL bag", API_KEY="x")
+    assert not says("API_KEY", API_KEY="x")
+    assert says("CHAT_MODEL must stand-in", CHAT_MODEL="gone")
+    assert says(f"CHAT_MODEL {closed_port} check its URL Refused", BASE_URL=closed_port)
+    assert not says("Time|timed out", BASE_URL=closed_port)
+    nothing = NOTHING_SET | {"EMBEDDING_MODEL": ""}
+    assert says("API_KEY everyone", **nothing) and says("EMBEDDING_BASE_URL", **nothing)
+    assert says("OPENAI_API_KEY OPENAI_BASE_URL", **nothing)
 
 
 # --- Who may ---
@@ -1444,8 +1429,13 @@ def test_a_users_facts_are_listed_with_all_their_fields(chat):
 
 
 def test_a_facts_history_is_told_and_ends_with_the_fact(chat):
-    chat.tell("My name is Ann")
-    chat.tell("My name is Anna")
+    for message in (
+        "My name is Ann",
+        "forget Ann",
+        "My name is Ann",
+        "My name is Anna",
+    ):
+        chat.tell(message)
     [fact] = chat.memories()
     path = f"/users/ann/memories/{fact['id']}"
     told = chat.http.get(f"{path}/history").text
@@ -1669,6 +1659,10 @@ def test_what_is_said_again_reinforces_and_what_differs_does_not(chat, model):
         chat.tell("something about cats")
     facts = [(fact["text"], fact["frequency"]) for fact in chat.memories()]
     assert facts == [("User likes cats.", 2), ("User does not like cats.", 1)]
+    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": "2026-01-01T00:00:00Z"}
+    score = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
+    at = datetime.fromisoformat("2026-01-31T00:00:00Z")
+    assert memory.fact_score(fact, at) == pytest.approx(score)
 
 
 def test_a_bad_answer_is_retried_then_turns_are_learned_one_by_one(chat, model):
@@ -1687,17 +1681,6 @@ def test_a_bad_answer_is_retried_then_turns_are_learned_one_by_one(chat, model):
     assert (chat.health()["given_up"], chat.health()["degraded"]) == (3, {})
     chat.tell("I like cake")
     assert chat.facts() == ["User likes cake."]
-
-
-def test_an_endpoint_without_json_schema_gets_json_object_then_plain_text(chat, model):
-    refusal = 400, {"error": {"message": "response_format json_schema is unknown"}}
-    operations = {"operations": [add("User likes tea.", "I like tea")]}
-    fenced = f"```json\n{json.dumps(operations)}\n```"
-    model.operations += [refusal, refusal, "Sure!\n" + fenced]
-    chat.tell("I like tea")
-    forms = [one.get("response_format", {}).get("type") for one in model.learnings]
-    assert forms == ["json_schema", "json_object", None]
-    assert chat.facts() == ["User likes tea."]
 
 
 CUT_SHORT = {"message": {"content": '{"operations": ['}, "finish_reason": "length"}
@@ -2240,30 +2223,6 @@ def teach(chat, model, texts, user="ann", kind="episodic"):
     chat.learned(user)
 
 
-def before_the_first_token(chat, model, message):
-    """Return the event `memory` of a turn, and what had been embedded when it came."""
-    model.embedded.clear()
-    model.replies.append([WAIT, *says("ok")])
-    learnings = len(model.learnings)
-    with streamed(chat, message, session=B) as events:
-        first, embedded = until(events, "memory"), list(model.embedded)
-        assert len(model.learnings) == learnings
-        model.gate.set()
-        assert until(events, "done")
-    return first, embedded
-
-
-def test_all_facts_are_hints_without_any_call_when_they_fit(chat, model):
-    teach(chat, model, PLACES)
-    event, embedded = before_the_first_token(chat, model, "hello")
-    kept = {fact["id"]: fact["text"] for fact in chat.tables("memory.json")["facts"]}
-    assert {fact["id"]: fact["text"] for fact in event["facts"]} == kept
-    assert sorted(kept.values()) == sorted(PLACES) and embedded == []
-    for fact in event["facts"]:
-        assert fact.keys() == {"id", "text", "kind", "score"}
-        assert fact["kind"] == "episodic" and 0 < fact["score"] <= 1
-
-
 def test_beyond_the_budget_only_what_bears_on_the_message_goes_in(start, model):
     with start(HINT_TOKENS=100) as chat:
         teach(chat, model, PLACES)
@@ -2277,16 +2236,6 @@ def test_beyond_the_budget_only_what_bears_on_the_message_goes_in(start, model):
     with start(HINT_TOKENS=100, EMBEDDING_BASE_URL="", EMBEDDING_MODEL="") as chat:
         chat.ask("What is the square root of two?", session=C)
         assert "visited" not in hints(model.requests[-1])
-
-
-def test_one_embedding_call_with_its_prefix_stands_before_the_first_token(start, model):
-    known = {"EMBEDDING_QUERY_PREFIX": "query: "}
-    known |= {"EMBEDDING_DOCUMENT_PREFIX": "passage: "}
-    with start(HINT_TOKENS=60, **known) as chat:
-        teach(chat, model, PLACES)
-        assert f"passage: {PLACES[1]}" in flat(model.embedded)
-        query = "When did I visit Lima?"
-        assert before_the_first_token(chat, model, query)[1] == [[f"query: {query}"]]
 
 
 def test_a_query_finds_ones_own_facts_with_a_cut_and_k_is_only_a_bound(start, model):
@@ -2499,14 +2448,6 @@ def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
         assert b"private" not in (chat.folder / f"ann/{A}.json").read_bytes()
 
 
-def test_deleting_a_fact_deletes_its_words_from_all_history(chat, model):
-    for message in ("I like Saffron", "forget Saffron", "I like Saffron"):
-        chat.tell(message)
-    [fact] = chat.memories()
-    chat.delete(f"/users/ann/memories/{fact['id']}")
-    assert b"Saffron" not in (chat.folder / "ann/memory.json").read_bytes()
-
-
 def test_profile_beyond_twenty_is_episodic_and_faded_facts_go(start, model):
     with start(MAX_FACTS=25, HINT_TOKENS=0) as chat:
         texts = [f"User knows language number {n}." for n in range(30)]
@@ -2517,13 +2458,6 @@ def test_profile_beyond_twenty_is_episodic_and_faded_facts_go(start, model):
         assert len(facts) == 25
         assert sum(f["kind"] == "profile" for f in facts) == 20
         assert {f["text"] for f in facts} == set(texts[5:])
-
-
-def test_a_facts_score_is_importance_freshness_and_frequency():
-    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": "2026-01-01T00:00:00Z"}
-    expected = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
-    at = datetime.fromisoformat("2026-01-31T00:00:00Z")
-    assert memory.fact_score(fact, at) == pytest.approx(expected)
 
 
 # --- The README, as printed ---
@@ -2589,9 +2523,8 @@ def test_a_module_copied_alone_does_as_the_readme_prints(tmp_path):
 
 def test_the_readme_names_every_setting_and_the_command_that_ci_runs():
     source = Path(tools.__file__).with_name("main.py").read_text()
-    taken = r"(?:setting|address|secret|environ\.get)\(\"(\w+)\""
-    missing = {name for name in re.findall(taken, source) if f"`{name}`" not in PAGE}
-    assert not missing
+    named = set(re.findall(r"(?:setting|address|env)\(\"(\w+)\"", source))
+    assert len(named) > 20 and not {name for name in named if f"`{name}`" not in PAGE}
     ci = (Path(__file__).parent / ".ci/run").read_text()
     assert re.findall("^python.*pytest", ci, re.MULTILINE)[0] in PAGE
 
@@ -3107,23 +3040,55 @@ def test_what_is_refused_is_left_out(shared, picky, caplog, part, text):
     assert ask() == [True] and ask() == [True] and len(warnings(caplog)) == 2
 
 
+def test_all_facts_or_one_embedding_stand_before_the_first_token(start, model):
+    prefixes = {
+        "EMBEDDING_QUERY_PREFIX": "query: ",
+        "EMBEDDING_DOCUMENT_PREFIX": "text: ",
+    }
+    query = "When did I visit Lima?"
+    for room, embedded in ((350, []), (60, [[f"query: {query}"]])):
+        with start(HINT_TOKENS=room, **prefixes) as chat:
+            if not embedded:
+                teach(chat, model, PLACES)
+                assert f"text: {PLACES[1]}" in flat(model.embedded)
+            model.embedded.clear()
+            model.gate.clear()
+            model.replies.append([WAIT, *says("ok")])
+            learnings = len(model.learnings)
+            with streamed(chat, query, session=B) as events:
+                facts = until(events, "memory")["facts"]
+                assert model.embedded == embedded
+                assert len(model.learnings) == learnings
+                model.gate.set()
+                assert until(events, "done")
+            chat.learned()
+            kept = {fact["id"]: fact["text"] for fact in chat.memories()}
+            shown = {fact["id"]: fact["text"] for fact in facts}
+            assert shown == kept if not embedded else [*shown.values()] == [PLACES[7]]
+            for fact in facts:
+                assert fact.keys() == {"id", "text", "kind", "score"}
+                assert fact["kind"] == "episodic" and 0 < fact["score"] <= 1
+
+
 def test_what_is_refused_while_learning_is_left_out_for_all(start, model, caplog):
     def refuse(request):
-        if (request.get("response_format") or {}).get("type") == "json_schema":
-            return "response_format.type must be text or json_object, not json_schema"
+        form = (request.get("response_format") or {}).get("type")
+        if form:
+            return f"response_format: {form} is unknown"
         known = [part for part in ("temperature", "max_tokens") if part in request]
         return known and f"Unsupported parameter: '{known[0]}'"
 
     model.refuse = refuse
     with start() as chat:
         for user in ("ann", "bob"):
+            operations = {"operations": [add("User likes tea.", "I like tea")]}
+            model.operations.append(f"Sure!\n```json\n{json.dumps(operations)}\n```")
             chat.tell("I like tea.", user=user)
             assert chat.facts(user) == ["User likes tea."]
-    *asked, last = model.learnings
-    forms = [request["response_format"]["type"] for request in model.learnings]
-    assert sorted(forms) == ["json_object"] * 4 + ["json_schema"]
-    assert not {"temperature", "max_tokens"} & last.keys()
-    assert len(asked) == 4 and len(warnings(caplog)) == 3
+    forms = [one.get("response_format", {}).get("type") for one in model.learnings]
+    assert forms == ["json_schema", "json_object"] + [None] * 4
+    assert not {"temperature", "max_tokens"} & model.learnings[-1].keys()
+    assert len(warnings(caplog)) == 4
 
 
 TEACH_NOTHING = {
@@ -4422,8 +4387,7 @@ def exited(chat):
     assert "Finished server process" in stderr, stderr
 
 
-@pytest.mark.parametrize("size", [3 << 20, 20 << 20], ids=["long", "too long"])
-def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path, size):
+def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path):
     def reply():
         # As thinking: it fills the line, and not the transcript.
         for _ in range(100):
@@ -4431,12 +4395,11 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
         sent.set()
         yield WAIT
 
-    sent = threading.Event()
+    size, sent = 3 << 20, threading.Event()
     model.replies.append(reply())
     known = {"CONTEXT_TOKENS": str(LARGE), "UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "1"}
     with process(tmp_path, model.url, **known) as chat:
-        asked = http_of("POST", "/chat", GOOD | {"message": "I like tea."})
-        with unread(chat, asked) as client:
+        with unread(chat, ASKED) as client:
             cut_off = tmp_path / "ann" / f"{A}.json"  # more than is held for anyone
             wait_for(lambda: sent.is_set() or cut_off.exists())
             chat.process.send_signal(signal.SIGTERM)
@@ -4444,7 +4407,7 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
             with suppress(ConnectionError):  # less has reached it than was written
                 assert sum(map(len, iter(lambda: client.recv(1 << 20), b""))) < size
         [turn] = chat.turns()
-        assert (turn["query"], turn["status"]) == ("I like tea.", "interrupted")
+        assert turn["status"] == "interrupted"
 
 
 def test_a_stop_within_the_grace_lets_a_running_turn_end(model, tmp_path):
