@@ -42,6 +42,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -157,10 +158,6 @@ class NotFound(Exception):
     """A user, session or fact is unknown, or was deleted meanwhile."""
 
 
-class NeedsDisk(Exception):
-    """What runs on the event loop would wait for the disk: it is to be called in a thread."""
-
-
 class BadAnswer(ValueError):
     """A model's answer is not the JSON that it was asked for."""
 
@@ -214,17 +211,6 @@ def folder_name(name: str) -> str:
     ascii_name = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     slug = re.sub(r"[^a-z0-9]+", "-", ascii_name.lower()).strip("-")[:40]
     return f"{slug}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-def need_disk() -> None:
-    """Raise NeedsDisk on an event loop, which must not wait for the disk.
-
-    All of the function that `Locks.call` has called is then called again in a thread: it
-    has changed nothing before that may not be done twice.
-    """
-    with suppress(RuntimeError):  # there is none: this is a thread
-        asyncio.get_running_loop()
-        raise NeedsDisk
 
 
 def stamp(path: Path) -> Stamp | None:
@@ -294,7 +280,6 @@ class AtomicStorage(Storage, Generic[T]):
         found = stamp(self.path)
         if found == self.stamp:
             return self.value
-        need_disk()
         self.forget()
         if not found:
             return None
@@ -314,7 +299,6 @@ class AtomicStorage(Storage, Generic[T]):
         return dict(self.tables) or None
 
     def write(self, data: Tables) -> None:
-        need_disk()
         self.forget()
         value = self.parse(data)  # what could not be read again is not written
         # A third of the time that json takes, which counts at 200 turns
@@ -421,21 +405,6 @@ class Locks:
         """Call what waits for the disk; a cancelled caller goes on when it has ended."""
         work = self.loop.run_in_executor(self.disk, function, *arguments)
         return await to_the_end(work)
-
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the event loop or, where that needs the disk, in a thread."""
-        try:
-            return function(*arguments)
-        except NeedsDisk:
-            return await self.in_thread(function, *arguments)
-
-    async def compute(
-        self, size: int, function: Callable[..., T], *arguments: Any
-    ) -> T:
-        """Call what looks through some characters: many take 100 ms, few less than a thread."""
-        if size < 1500:
-            return function(*arguments)
-        return await self.in_thread(function, *arguments)
 
 
 # --- Search ---
@@ -636,7 +605,6 @@ class Vectors:
         found = stamp(self.path)
         if found is None or found == self.stamp:
             return False
-        need_disk()
         content = self.path.read_bytes()
         # Of a damaged file FAISS may believe a size, and kill the process.
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
@@ -671,9 +639,8 @@ class Vectors:
 #
 # Locks are taken in this order: `<user>/<session>` by a turn and `<user>/learn` by who
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
-# `<user>` takes no other. All of this section needs `<user>` held and locks nothing: it
-# runs on the event loop or, where that has raised NeedsDisk before anything was changed,
-# once more in a thread.
+# `<user>` takes no other. All of this section needs `<user>` held, locks nothing, and runs
+# in a thread, as it may wait for the disk.
 
 
 class Transcript(NamedTuple):
@@ -761,7 +728,6 @@ class UserFiles:
             return state
         if not self.folder.is_dir():
             raise NotFound("user")
-        need_disk()
         # First, or a kill would leave them unlearned
         for session_id in self.sessions():
             (self.folder / f"{session_id}.unlearned").touch()
@@ -834,7 +800,6 @@ class UserFiles:
         ends later can bring a deleted user back.
         """
         if not self.folder.is_dir():
-            need_disk()
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
         state, waiting = self.look()
@@ -845,7 +810,6 @@ class UserFiles:
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
-        need_disk()
         state, number = self.load(), row["turn"]
         if state.id != user_id or self.last_turn(session_id) != number - 1:
             raise NotFound("user or session")
@@ -899,20 +863,38 @@ class User(UserFiles):
         self.used = 0.0  # seconds of the event loop's clock
         self.size = 2000  # bytes held in memory, as measured last
 
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Hold the user's lock; where the files fail meanwhile, storage is degraded."""
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread, under the user's lock; note it where the files fail."""
+        locks = self.memory.locks
         try:
-            async with self.memory.locks.held(self.key):
-                yield
+            async with locks.held(self.key):
+                return await locks.in_thread(function, *arguments)
         except OSError:
             self.memory.degraded.note("storage", failed=True)
             raise
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function under the user's lock."""
-        async with self.held():
-            return await self.memory.locks.call(function, *arguments)
+    async def change(
+        self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
+    ) -> T:
+        """Change the facts by calls of Mem0's, then write them whole, or not at all.
+
+        Args:
+            function: Gets a copy of the facts, and what waits to be learned.
+            id: Of the user who is meant, not of one of that name made since: else NotFound.
+        """
+
+        def work() -> T:
+            state, waiting = self.look()
+            if id not in ("", state.id):
+                raise NotFound("user")
+            store = FactStore(self.memory.mem0, state.copy())
+            result = function(store, waiting)
+            self.write(store.state)
+            return result
+
+        result = await self.run(work)
+        self.memory.degraded.note("storage", failed=False)
+        return result
 
     def is_dirty(self) -> bool:
         """Tell whether there are vectors that are not on disk."""
@@ -922,8 +904,9 @@ class User(UserFiles):
         """Return about how many bytes of files are held in memory."""
         vectors = [*self.facts.by_id.values(), *self.past.by_id.values()]
         # A file that is not there has an object too.
-        stamps = [file.stamp for file in self.transcripts.values()]
-        stamps.append(self.memory_file.stamp)
+        # A copy, as a thread may be adding to them
+        files: list[AtomicStorage[Any]] = [self.memory_file, *self.transcripts.values()]
+        stamps = [file.stamp for file in files]
         size = sum(2000 + (found[1] if found else 0) for found in stamps)
         return size + sum(vector.nbytes for vector in vectors)
 
@@ -933,7 +916,6 @@ class User(UserFiles):
         facts = self.load().facts
         of, index = self.fact_index or ({}, None)
         if self.facts.load() or not index or of is not facts:
-            need_disk()  # to index 2,000 facts takes 20 ms
             index = self.facts.index(fact_entries(facts))
             self.fact_index = facts, index
         found = index.search(query, vector, k, cut)
@@ -943,7 +925,6 @@ class User(UserFiles):
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        need_disk()
         self.past.load()
         said = {s: self.turns_after(s, 0) for s in self.sessions()}
         entries = [e for s, turns in said.items() for e in message_entries(s, turns)]
@@ -970,7 +951,6 @@ class User(UserFiles):
 
     def save_vectors(self, state: State | None = None, without: str = "") -> None:
         """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
-        need_disk()
         self.facts.save(fact_entries((state or self.load()).facts))
         sessions = [other for other in self.sessions() if other != without]
         said = (message_entries(s, self.turns_after(s, 0)) for s in sessions)
@@ -1027,7 +1007,6 @@ def delete_session(user: User, session_id: str) -> None:
     The vectors first and the marker last: as long as any of it is there, its deletion
     can be asked for again. ValueError: `session_id` is no UUID.
     """
-    need_disk()
     session_id = str(UUID(session_id))
     if not any(user.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
@@ -1042,7 +1021,6 @@ def delete_session(user: User, session_id: str) -> None:
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
-    need_disk()
     state = user.load().copy()
     if fact_id is None:
         state.facts, state.history = {}, []
@@ -1076,7 +1054,6 @@ def texts(row: HistoryRow) -> set[str | None]:
 
 def delete_user(user: User) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
-    need_disk()
     user.load()
     user.unembedded = []
     gone = user.folder.with_name(f".deleted-{uuid.uuid4().hex}")
@@ -1090,7 +1067,7 @@ def delete_user(user: User) -> None:
 
 
 class FactStore:
-    """What Mem0 calls its vector store, history and embedder: the state that is being changed.
+    """What Mem0 calls its vector store, history and embedder: a state that is being changed.
 
     Of Mem0 we take ids, `add`, `update`, `delete` and their events of history. Its own
     FAISS store filters by user after taking everybody's nearest (mem0ai/mem0 issue 6998),
@@ -1098,9 +1075,10 @@ class FactStore:
     never came to be; its AsyncMemory hops through five threads a fact.
     """
 
-    def __init__(self, folder: Path):
-        self.state = State()  # a copy; set by Memory.change for calls without an await
-        self.mem0 = open_mem0(folder, self)
+    def __init__(self, mem0: Any, state: State):
+        self.state, self.mem0 = state, copy(mem0)
+        parts = dict.fromkeys(("vector_store", "embedding_model", "db"), self)
+        vars(self.mem0).update(parts)
 
     # What Mem0 calls
 
@@ -1170,8 +1148,8 @@ class FactStore:
                 self.mem0.delete(id)
 
 
-def open_mem0(folder: Path, store: FactStore) -> Any:
-    """Import Mem0, which takes a second and makes its folder, and return one on a store.
+def open_mem0(folder: Path) -> Any:
+    """Import Mem0, which takes a second and makes its folder, and return one without a store.
 
     Its constructor builds an LLM client, an embedder, a store and a SQLite file: 630 ms
     and 34 MB, nothing used.
@@ -1187,7 +1165,6 @@ def open_mem0(folder: Path, store: FactStore) -> Any:
     logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
     opened = mem0.Memory.__new__(mem0.Memory)
     vars(opened).update(config=MemoryConfig(), _entity_store=None)
-    vars(opened).update(vector_store=store, embedding_model=store, db=store)
     return opened
 
 
@@ -1849,7 +1826,7 @@ class Memory:
         self.model, self.rerank, self.settings = model, rerank, settings
         self.degraded = Degraded()
         self.embedder = Embedder(embed, settings, self.degraded)
-        self.store = FactStore(self.folder)
+        self.mem0 = open_mem0(self.folder)
         self.learner = Learner(self, complete)
         self.users: OrderedDict[str, User] = OrderedDict()  # the latest used last
 
@@ -1920,29 +1897,6 @@ class Memory:
         finally:
             user.busy -= 1
             self.learner.schedule(user.key)
-
-    async def change(
-        self,
-        user: User,
-        function: Callable[[State, list[Unlearned]], T],
-        id: str = "",
-    ) -> T:
-        """Change a user's facts by calls of Mem0's, then write them whole, or not at all.
-
-        Args:
-            function: Gets a copy of the state, to be changed, and what waits to be learned.
-            id: Of the user who is meant, not of one of that name made since: else NotFound.
-        """
-        async with user.held():
-            old, waiting = await self.locks.call(user.look)
-            if id not in ("", old.id):
-                raise NotFound("user")
-            self.store.state = state = old.copy()
-            result = function(state, waiting)
-            if state != old:
-                await self.locks.in_thread(user.write, state)
-                self.degraded.note("storage", failed=False)
-            return result
 
     async def search(
         self, user: User, query: str, k: int, rerank: bool = True
@@ -2129,10 +2083,11 @@ class Learner:
             new = "learning" not in degraded  # each waiting user tries again
             log.warning("no answer while learning: %r", error, exc_info=new)
             degraded.note("learning", failed=True)
-            if isinstance(error, RequestRefused) and trouble.smaller < 2:
+            refused = isinstance(error, RequestRefused)
+            if refused and trouble.smaller < 2:
                 trouble.smaller += 1
                 return 0.0
-            if isinstance(error, RequestRefused) and self.totals["learned"]:
+            if refused and self.totals["learned"]:
                 trouble.bad_answers += 1  # others are answered: it is this turn
             raise NoAnswer from error
         await self.apply(user, batch, operations)
@@ -2169,10 +2124,9 @@ class Learner:
         sizes = {"query": max(500, room), "response": max(300, min(1000, room // 3))}
         sizes = {"query": 500, "response": 500} if smaller == 2 else sizes
         rows = [turn.row for turn in batch]
-        size = sum(len(row["query"] + row["response"]) for row in rows)
         texts = [fact["text"] for fact in shown]
-        compute, form = self.memory.locks.compute, operations_schema(len(shown))
-        asked = await compute(size, learning_request, texts, rows, sizes)
+        in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
+        asked = await in_thread(learning_request, texts, rows, sizes)
         answer = await ask(self.complete, [*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}
@@ -2181,7 +2135,7 @@ class Learner:
             # Nothing is found where fewer than three facts have a vector.
             found = await user.run(user.search_facts, "", vector, 1, False)
             nearest[turn.key] = found[0][1]["id"] if found else ""
-        return await compute(size + len(answer), admit, proposed, shown, batch, nearest)
+        return await in_thread(admit, proposed, shown, batch, nearest)
 
     async def offered(
         self, user: User, state: State, batch: list[Unlearned], room: int
@@ -2201,18 +2155,19 @@ class Learner:
         self, user: User, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
-        store, settings = self.memory.store, self.memory.settings
+        settings = self.memory.settings
 
-        def change(state: State, waiting: list[Unlearned]) -> bool:
+        def change(store: FactStore, waiting: list[Unlearned]) -> bool:
             if any(turn not in waiting for turn in batch):
                 return False  # deleted, or learned by somebody else
             for operation in operations:
                 store.apply(operation)
-            state.learned |= {turn.session_id: turn.row["turn"] for turn in batch}
+            learned = {turn.session_id: turn.row["turn"] for turn in batch}
+            store.state.learned |= learned
             store.forget_faded(settings.max_facts)
             return True
 
-        if not await self.memory.change(user, change):
+        if not await user.change(change):
             return
         for turn in batch:
             self.trouble.pop((user.key, turn.key), None)
@@ -2401,33 +2356,37 @@ class Turn:
         turns = await user.run(user.turns_after, self.session_id, 0)
         turns += [turn.row for turn in self.unlearned]
         said = "\n".join([row["query"] for row in turns] + [self.message])
-        spoken = await memory.locks.compute(len(said), key_words, said)
+        spoken = await memory.locks.in_thread(key_words, said)
         row: Any = {"turn": self.number, "ended_at": now()}
         operation = {"op": "add", "kind": "episodic", "importance": 0.5}
         operation |= {"turn": Unlearned(self.session_id, row)}
 
-        def keep(state: State, _: list[Unlearned]) -> list[Row]:
+        def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
             verdicts: list[Row] = []
             for item in map(one_line, items[:20]):
                 score, reason = judge(item, spoken)
                 parts = split_names(item)
-                new = [text for text in parts if not find_duplicate(state.facts, text)]
+                new = [
+                    text
+                    for text in parts
+                    if not find_duplicate(store.state.facts, text)
+                ]
                 reason = reason if new else "known already"
                 accepted = not new or not reason
                 verdict = {"item": item, "score": round(score, 2), "accepted": accepted}
                 verdicts.append(verdict | ({"reason": reason} if reason else {}))
                 for text in new if accepted else []:
-                    memory.store.apply(operation | {"text": text})
+                    store.apply(operation | {"text": text})
             return verdicts
 
-        return await memory.change(user, keep, self.state.id)
+        return await user.change(keep, self.state.id)
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
         memory, asked, message = self.memory, key_words(query), self.message.rstrip()
         # Weak models forget what they were only asked about.
         if message.endswith(("?", "？", "؟")):
-            named = await memory.locks.compute(len(message), key_words, message)
+            named = await memory.locks.in_thread(key_words, message)
             if not asked <= named:
                 return "Nothing was forgotten: the user only asks. Ask what is meant."
         words = await self.user.run(self.user.search_facts, query, None, 5)
@@ -2443,13 +2402,13 @@ class Turn:
             return f"Nothing was forgotten. Ask which of these is meant:\n{listed}"
         fact = facts[0]
 
-        def forget(state: State, _: list[Unlearned]) -> str:
-            if state.facts.get(fact["id"]) != fact:
+        def forget(store: FactStore, _: list[Unlearned]) -> str:
+            if store.state.facts.get(fact["id"]) != fact:
                 return "Nothing was forgotten: the fact has changed meanwhile."
-            memory.store.apply({"op": "delete", "id": fact["id"]})
+            store.apply({"op": "delete", "id": fact["id"]})
             return f"Forgotten: {fact['text']}"
 
-        return await memory.change(self.user, forget, self.state.id)
+        return await self.user.change(forget, self.state.id)
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""

@@ -3795,7 +3795,6 @@ async def test_a_lock_is_held_until_its_thread_has_ended(tmp_path):
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly():
-        memory.need_disk()
         begun.set()
         go_on.wait(20)
 

@@ -86,7 +86,7 @@ async def know(service: memory.Memory, name: str, count: int) -> memory.User:
         fact |= {"created_at": at, "last_seen_at": at, "source": "-/1"}
         facts[fact["id"]] = fact
     await learned(service)
-    await service.change(user, lambda state, _: state.facts.update(facts))
+    await user.change(lambda store, _: store.state.facts.update(facts))
     entries = memory.fact_entries(facts)
     vectors = await embed([entry.text for entry in entries])
     found = [vector / np.linalg.norm(vector) for vector in vectors]
