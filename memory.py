@@ -184,7 +184,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def day_in_words(time: str) -> str:
+def long_date(time: str) -> str:
     """Return the date of a time in ISO 8601 in words, such as 7 May 2023."""
     date = datetime.fromisoformat(time)
     return f"{date.day} {date:%B %Y}"
@@ -496,7 +496,7 @@ class Index:
         sizes = [len(vector) for vector in vectors if vector is not None]
         size = sizes[-1] if sizes else 1  # a server may change it
         rows = {n: v for n, v in enumerate(vectors) if v is not None and len(v) == size}
-        self.places = [*rows]  # in `entries`, of each row of `dense`
+        self.positions = [*rows]  # in `entries`, of each row of `dense`
         self.dense, self.sigma, self.mean = faiss.IndexFlatIP(size), 0.0, np.zeros(size)
         if rows:
             matrix = np.stack([*rows.values()])
@@ -519,23 +519,23 @@ class Index:
         power, most = 2 if meaning else 1, chance if cut else math.inf
         words = self.by_share(terms, power) if cut else self.by_bm25(terms)
         found = {
-            place: min(most, meaning.get(place, 0.0)) + words.get(place, 0.0)
-            for place in meaning | words
+            position: min(most, meaning.get(position, 0.0)) + words.get(position, 0.0)
+            for position in meaning | words
         }
-        key = lambda place: (found[place], meaning.get(place, 0.0))
+        key = lambda position: (found[position], meaning.get(position, 0.0))
         best = heapq.nlargest(k, found, key=key)
         if cut and len(self.entries) >= FEW and best:
             top = found[best[0]]
             least = max(FLOOR * chance, top - chance)
             best = [p for p in best if found[p] >= least and top >= GATE * chance]
-        scores = [max(0.0, found[place]) for place in best]
+        scores = [max(0.0, found[position]) for position in best]
         ranked = zip(scores, best, strict=True)
-        return [(s / (s + chance), self.entries[place]) for s, place in ranked]
+        return [(s / (s + chance), self.entries[position]) for s, position in ranked]
 
     def by_share(self, terms: list[str], power: int) -> dict[int, float]:
         select = "SELECT rowid - 1 FROM entries WHERE entries MATCH ?"
         found = (self.words.execute(select, [term]) for term in terms)
-        held = Counter(place for rows in found for (place,) in rows)
+        held = Counter(position for rows in found for (position,) in rows)
         return {p: ALL * (n / len(terms)) ** power for p, n in held.items()}
 
     def by_bm25(self, terms: list[str]) -> dict[int, float]:
@@ -546,14 +546,14 @@ class Index:
         return dict(self.words.execute(select, [" OR ".join(terms)])) if terms else {}
 
     def by_meaning(self, query: np.ndarray | None) -> dict[int, float]:
-        """Return by place how far each entry's cosine is above the mean, in sigmas."""
+        """Return by position how far each entry's cosine is above the mean, in sigmas."""
         if query is None or not self.sigma or self.dense.d != len(query):
             return {}
         # Less half of what the mean vector gives: entries near to everything ("Thanks!") sink.
         shifted = (query - self.mean / 2)[None]
-        cosines, rows = self.dense.search(shifted, len(self.places))
+        cosines, rows = self.dense.search(shifted, len(self.positions))
         above = ((cosines[0] - cosines.mean()) / self.sigma).tolist()
-        return dict(zip([self.places[row] for row in rows[0]], above, strict=True))
+        return dict(zip([self.positions[row] for row in rows[0]], above, strict=True))
 
 
 def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
@@ -774,7 +774,7 @@ class UserFiles:
             rows = [*turns.values()]
         return [row for row in rows if row["turn"] > mark]
 
-    def look(self) -> tuple[State, list[Unlearned]]:
+    def load_unlearned(self) -> tuple[State, list[Unlearned]]:
         """Return the facts and what else there is, and the turns that wait to be learned.
 
         These are the turns beyond the marks, in the order they ended. A marker with
@@ -802,7 +802,7 @@ class UserFiles:
         if not self.folder.is_dir():
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
-        state, waiting = self.look()
+        state, waiting = self.load_unlearned()
         if not state.name:
             state = self.write(replace(state, name=name))
         number = self.last_turn(session_id) + 1
@@ -884,7 +884,7 @@ class User(UserFiles):
         """
 
         def work() -> T:
-            state, waiting = self.look()
+            state, waiting = self.load_unlearned()
             if id not in ("", state.id):
                 raise NotFound("user")
             store = FactStore(self.memory.mem0, state.copy())
@@ -960,7 +960,7 @@ class User(UserFiles):
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
     return [
-        Entry("", id, fact["text"], "", "", day_in_words(fact["created_at"]))
+        Entry("", id, fact["text"], "", "", long_date(fact["created_at"]))
         for id, fact in facts.items()
     ]
 
@@ -972,7 +972,7 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     around = ["", *(text[:500] for _, text in said), ""]
     entries = []
     for n, (row, text) in enumerate(said):
-        key, day = str(row["turn"]), day_in_words(row["ended_at"])
+        key, day = str(row["turn"]), long_date(row["ended_at"])
         entries.append(Entry(session_id, key, text, around[n], around[n + 2], day))
     return entries
 
@@ -1669,14 +1669,14 @@ def line_tokens(text: str) -> int:
     return count_tokens(text) + 2
 
 
-def fitting(texts: Iterable[str], room: int) -> int:
+def fitting(texts: Iterable[str], budget: int) -> int:
     """Return how many of the first texts fit a number of tokens as lines of the hints."""
     costs = itertools.accumulate(map(line_tokens, texts))
-    return sum(1 for cost in itertools.takewhile(lambda cost: cost <= room, costs))
+    return sum(1 for cost in itertools.takewhile(lambda cost: cost <= budget, costs))
 
 
-def take(ranked: Ranked, room: int) -> Ranked:
-    return ranked[: fitting([fact["text"] for _, fact in ranked], room)]
+def within_budget(ranked: Ranked, budget: int) -> Ranked:
+    return ranked[: fitting([fact["text"] for _, fact in ranked], budget)]
 
 
 def fit_context(
@@ -1804,7 +1804,7 @@ class Memory:
             answer.
         embed: Returns a vector for each text; None: keywords alone.
         model: Name of the embedding model; vectors of another are made again.
-        rerank: Returns place and relevance of the best of the texts, best first.
+        rerank: Returns position and relevance of the best of the texts, best first.
 
     Raises:
         OSError: The folder cannot be made.
@@ -1926,8 +1926,8 @@ class Memory:
         ]
         if len(finite) < min(k, len(found)):
             raise ValueError("no score for each of the best")
-        finite.sort(key=lambda place: -scores[place])
-        return [(scores[place], found[place][1]) for place in finite]
+        finite.sort(key=lambda position: -scores[position])
+        return [(scores[position], found[position][1]) for position in finite]
 
     # The user's own data
 
@@ -1980,7 +1980,7 @@ class Learner:
         self.at_work = asyncio.Semaphore(memory.settings.learn_concurrency)
         # By user; under "" the one that looks at the start for what waits
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.wake: dict[str, asyncio.Event] = {}
+        self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         # By user and turn
         self.trouble: defaultdict[tuple[str, str], Trouble] = defaultdict(Trouble)
         self.pending: Counter[str] = Counter()  # turns, at first sessions, that wait
@@ -1995,38 +1995,36 @@ class Learner:
 
     def schedule(self, key: str) -> None:
         """Look soon at what is to be done for a user."""
-        if key not in self.wake:
-            self.wake[key] = asyncio.Event()
-            self.tasks[key] = asyncio.create_task(self.attend(key))
-        self.wake[key].set()
+        if key not in self.due:
+            self.due[key] = asyncio.Event()
+            self.tasks[key] = asyncio.create_task(self.work_for(key))
+        self.due[key].set()
 
-    async def attend(self, key: str) -> None:
+    async def work_for(self, key: str) -> None:
         """Do one thing after the other for a user, until nothing is left."""
         pause: float | None = None  # seconds until the next look; None: nothing is left
-        wake, after_failure = self.wake[key], BACK_OFF[0]
-        while wake.is_set() or pause is not None:
+        due, after_failure = self.due[key], BACK_OFF[0]
+        while due.is_set() or pause is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await wake.wait()
-                wake.clear()
+                    await due.wait()
+                due.clear()
                 await asyncio.sleep(LEARN_DELAY)
             try:
                 async with self.at_work:
-                    pause = await self.look(key)
+                    pause = await self.do_next(key)
                 after_failure = BACK_OFF[0]
             except (NoAnswer, OSError) as error:
                 if isinstance(error, OSError):
                     log.exception("learning cannot read or write a user's files")
-                pause, after_failure = (
-                    after_failure,
-                    min(BACK_OFF[1], 2 * after_failure),
-                )
+                pause = after_failure
+                after_failure = min(BACK_OFF[1], 2 * pause)
             except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
                 pause = None
-        del self.wake[key], self.tasks[key]
+        del self.due[key], self.tasks[key]
 
-    async def look(self, key: str) -> float | None:
+    async def do_next(self, key: str) -> float | None:
         """Do the next thing for a user; return seconds until the next look, None: nothing is left.
 
         Raises:
@@ -2037,12 +2035,12 @@ class Learner:
         user.busy += 1
         try:
             async with locks.held(f"{key}/learn", wait=False):
-                state, waiting = await user.run(user.look)
+                state, waiting = await user.run(user.load_unlearned)
                 self.pending[key] = len(waiting)
                 if waiting:
                     return await self.learn(user, state, waiting)
                 del self.pending[key]
-                return await self.keep(user)
+                return await self.housekeeping(user)
         except BlockingIOError:  # another process is at it
             return 0.3
         except NotFound:
@@ -2053,9 +2051,9 @@ class Learner:
             user.size = user.measure()
             self.memory.evict()
 
-    async def keep(self, user: User) -> float | None:
+    async def housekeeping(self, user: User) -> float | None:
         """Make the vectors that are missing, and write them when the user has gone quiet."""
-        embedded = await self.embed(user)
+        embedded = await self.embed_missing(user)
         rest = user.used + QUIET - asyncio.get_running_loop().time()
         if user.is_dirty() and (rest <= 0 or self.memory.evict()):
             await user.run(user.save_vectors)
@@ -2172,12 +2170,12 @@ class Learner:
         for turn in batch:
             self.trouble.pop((user.key, turn.key), None)
             user.unembedded += message_entries(turn.session_id, [turn.row])
-        await self.embed(user)
+        await self.embed_missing(user)
         if settings.summaries:
             for session_id in {turn.session_id for turn in batch}:
                 await self.summarize(user, session_id)
 
-    async def embed(self, user: User) -> bool:
+    async def embed_missing(self, user: User) -> bool:
         """Embed facts and messages that have no vector; tell whether none failed."""
         embedder = self.memory.embedder
         missing = list(dict.fromkeys(await user.run(user.missing)))
@@ -2270,20 +2268,20 @@ class Turn:
         self.message, settings = message, self.memory.settings
         said = self.just_said(history)
         said = said[: fitting(said, settings.hint_tokens // 3)]
-        room = settings.hint_tokens - sum(map(line_tokens, said))
+        budget = settings.hint_tokens - sum(map(line_tokens, said))
         at, facts = datetime.now(UTC), [*self.state.facts.values()]
-        all_fit = fitting([fact["text"] for fact in facts], room) == len(facts)
+        all_fit = fitting([fact["text"] for fact in facts], budget) == len(facts)
         first = facts if all_fit else [f for f in facts if f["kind"] == "profile"]
         ranked = [(fact_score(fact, at), fact) for fact in first]
         ranked.sort(key=lambda pair: -pair[0])
-        chosen = take(ranked, room if all_fit else room // 2)
+        chosen = within_budget(ranked, budget if all_fit else budget // 2)
         degraded = [] if self.memory.embedder.embed else ["embeddings"]
         if not all_fit:
             have, k = [fact["id"] for _, fact in chosen], settings.hint_k
             search = self.memory.search
             found, degraded = await search(self.user, message, k + len(have))
             more = [pair for pair in found if pair[1]["id"] not in have]
-            chosen = take(chosen + more[:k], room)
+            chosen = within_budget(chosen + more[:k], budget)
         shown: list[Row] = [
             {"id": f["id"], "text": f["text"], "kind": f["kind"], "score": round(s, 4)}
             for s, f in chosen
@@ -2356,7 +2354,7 @@ class Turn:
         turns = await user.run(user.turns_after, self.session_id, 0)
         turns += [turn.row for turn in self.unlearned]
         said = "\n".join([row["query"] for row in turns] + [self.message])
-        spoken = await memory.locks.in_thread(key_words, said)
+        said_words = await memory.locks.in_thread(key_words, said)
         row: Any = {"turn": self.number, "ended_at": now()}
         operation = {"op": "add", "kind": "episodic", "importance": 0.5}
         operation |= {"turn": Unlearned(self.session_id, row)}
@@ -2364,7 +2362,7 @@ class Turn:
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
             verdicts: list[Row] = []
             for item in map(one_line, items[:20]):
-                score, reason = judge(item, spoken)
+                score, reason = rate_item(item, said_words)
                 parts = split_names(item)
                 new = [
                     text
@@ -2426,10 +2424,10 @@ class Turn:
         return text
 
 
-def judge(text: str, spoken: set[str]) -> tuple[float, str]:
+def rate_item(text: str, said_words: set[str]) -> tuple[float, str]:
     """Return the share of a text's words that the user said, and why it may not be kept."""
     own = key_words(text)
-    score = len(own & spoken) / len(own) if own else 0.0
+    score = len(own & said_words) / len(own) if own else 0.0
     if not storable(text):
         return score, "not to be kept: too long, passing, secret or an instruction"
     if len(own) < 2:

@@ -2154,7 +2154,7 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
             pass  # makes the folder
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
         await user.memory.locks.in_thread(user.write, state)
-        await learner.embed(user)
+        await learner.embed_missing(user)
         after = dict(enumerate(texts))
         found = await learner.propose(user, state, heard(*turns), 0)
         for number, operation in enumerate(found, 1000):

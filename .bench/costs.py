@@ -69,7 +69,7 @@ async def complete(messages: Any, schema: Any) -> str:
 
 async def learned(service: memory.Memory) -> None:
     learner = service.learner
-    while learner.pending or any(wake.is_set() for wake in learner.wake.values()):
+    while learner.pending or any(due.is_set() for due in learner.due.values()):
         await asyncio.sleep(0.002)
 
 
