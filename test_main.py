@@ -696,16 +696,14 @@ def test_a_bad_body_is_422_and_nothing_is_asked_or_written(shared, picky, body):
     assert os.listdir(shared.folder) == before and not picky.requests
 
 
-GOOD_FIELDS = [
-    {"user_id": "a" * 128}, {"user_id": "Ána María 李 👩‍🚀"}, {"user_id": "..ann"},
-    {"message": "a" * 32_000}, {"reasoning_mode": False},
-]  # fmt: skip
-
-
 def test_what_the_contract_allows_is_answered(start, model):
+    allowed = [
+        {"user_id": "a" * 128}, {"user_id": "Ána María 李 👩‍🚀"}, {"user_id": "..ann"},
+        {"message": "a" * 32_000}, {"reasoning_mode": False},
+    ]  # fmt: skip
     query = {"user_id": "ann", "session_id": A, "query": "Hi!"}
     with start(CONTEXT_TOKENS=100_000) as chat:
-        for body in [query, *(GOOD | fields for fields in GOOD_FIELDS)]:
+        for body in [query, *(GOOD | fields for fields in allowed)]:
             reply = chat.http.post("/chat", json=body)
             assert reply.status_code == 200, reply.text
             assert json.loads(reply.text.splitlines()[-1])["type"] == "done"
@@ -1536,13 +1534,12 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
 
 # --- Files and processes ---
 
-TURN = {
-    "turn", "query", "response", "status", "reasoning_mode", "rounds", "tools",
-    "started_at", "ended_at",
-}  # fmt: skip
-
 
 def test_a_session_reads_as_a_transcript(chat, model):
+    fields = {
+        "turn", "query", "response", "status", "reasoning_mode", "rounds", "tools",
+        "started_at", "ended_at",
+    }  # fmt: skip
     queries = "This is a message.", "What is 3+3?", "Bye."
     said = [(n, query, answer(chat.ask(query))) for n, query in enumerate(queries, 1)]
     turns, times = chat.turns(), []
@@ -1551,7 +1548,7 @@ def test_a_session_reads_as_a_transcript(chat, model):
     tools = [(1, []), (2, [ran | {"content": "6"}]), (1, [])]
     assert [(t["rounds"], t["tools"]) for t in turns] == tools
     for turn in turns:
-        assert turn.keys() == TURN
+        assert turn.keys() == fields
         assert (turn["status"], turn["reasoning_mode"]) == ("complete", False)
         times += map(datetime.fromisoformat, (turn["started_at"], turn["ended_at"]))
     assert times == sorted(times)
@@ -2571,23 +2568,22 @@ def test_the_readme_names_every_setting_and_the_command_that_ci_runs():
     assert re.findall("^python.*pytest", ci, re.MULTILINE)[0] in PAGE
 
 
-IMPORT_ONLY = """
-import os, sys
-importing = True
-def audit(event, given):
-    written = event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    made = written or event in ("os.mkdir", "os.rename")
-    assert not (importing and made), (event, given)
-sys.addaudithook(audit)
-import memory
-importing = False
-"""
-
-
 def test_memory_alone_is_a_library_that_does_as_its_docstring_says(tmp_path):
+    import_only = """
+    import os, sys
+    importing = True
+    def audit(event, given):
+        written = event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        made = written or event in ("os.mkdir", "os.rename")
+        assert not (importing and made), (event, given)
+    sys.addaudithook(audit)
+    import memory
+    importing = False
+    """
     shutil.copy(memory.__file__, tmp_path)
     lines = re.search(r"^    import asyncio\n(?s:.*)", memory.__doc__, re.MULTILINE)
-    run_alone(IMPORT_ONLY + re.sub("^    ", "", lines[0], flags=re.MULTILINE), tmp_path)
+    code = re.sub("^    ", "", import_only.rstrip(" ") + lines[0], flags=re.MULTILINE)
+    run_alone(code, tmp_path)
     [transcript] = tmp_path.glob("data/ann~*/6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b.json")
     [turn] = json.loads(transcript.read_bytes())["turns"].values()
     assert turn["query"] == "What tools do I use?"
@@ -2640,15 +2636,13 @@ def test_a_method_is_a_tool_that_keeps_no_object_alive():
     assert gone() is None
 
 
-WRONG = [
-    ({}, "title: Missing"), ({"title": "high"}, "title: Input should be a valid number"),
-    ({"title": 1, "feet": 2}, "feet: Unexpected"), (None, "Arguments must be"),
-    ({"z" * 99_999: 1}, "title: Missing"),
-]  # fmt: skip
-
-
 def test_wrong_calls_are_answered_with_what_fits():
-    for arguments, said in WRONG:
+    wrong = [
+        ({}, "title: Missing"), ({"title": "high"}, "title: Input should be a valid number"),
+        ({"title": 1, "feet": 2}, "feet: Unexpected"), (None, "Arguments must be"),
+        ({"z" * 99_999: 1}, "title: Missing"),
+    ]  # fmt: skip
+    for arguments, said in wrong:
         ok, text = call(measure, arguments)
         assert not ok and len(text) < 2_000
         assert text.startswith("Error: ") and said in text
@@ -2719,19 +2713,6 @@ def test_calculate_refuses_what_is_hostile_or_has_no_value(expression):
         tools.calculate(expression)
 
 
-QUANTITIES = """5 km > miles > 5 km = 3.106855961187 mi
-1 foot > Inches > 1 ft = 12 in
-32 °F > degrees Celsius > 32 °F = 0 °C
-1 m³ > liters > 1 m3 = 1000 l
-48 tsp > cup > 48 tsp = 1 cup
-36 km / h > m/s > 36 km/h = 10 m/s
-1 MB > Mb > 1 MB = 8 Mbit
-1 TiB > bytes > 1 TiB = 1099511627776 byte
-1 B > PB > 1 byte = 1e-15 PB
-1 mb > kB > 'mb' is not a unit that the description lists
-1 km > kg > km is length, but kg is mass"""
-
-
 def test_current_time_is_utc_unless_a_listed_zone_is_named(monkeypatch):
     class Frozen(datetime):
         @classmethod
@@ -2748,8 +2729,19 @@ def test_current_time_is_utc_unless_a_listed_zone_is_named(monkeypatch):
 
 
 def test_convert_units_answers_or_says_what_is_wrong():
-    for quantity in QUANTITIES.splitlines():
-        source, target, text = quantity.split(" > ")
+    quantities = """5 km > miles > 5 km = 3.106855961187 mi
+    1 foot > Inches > 1 ft = 12 in
+    32 °F > degrees Celsius > 32 °F = 0 °C
+    1 m³ > liters > 1 m3 = 1000 l
+    48 tsp > cup > 48 tsp = 1 cup
+    36 km / h > m/s > 36 km/h = 10 m/s
+    1 MB > Mb > 1 MB = 8 Mbit
+    1 TiB > bytes > 1 TiB = 1099511627776 byte
+    1 B > PB > 1 byte = 1e-15 PB
+    1 mb > kB > 'mb' is not a unit that the description lists
+    1 km > kg > km is length, but kg is mass"""
+    for quantity in quantities.splitlines():
+        source, target, text = quantity.strip().split(" > ")
         value, unit = source.split(" ", 1)
         arguments = {"value": float(value), "from_unit": unit, "to_unit": target}
         converted = (True, text) if " = " in text else (False, f"Error: {text}")
@@ -3219,13 +3211,9 @@ def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
     assert [request["tool_choice"] for request in picky.requests] == ["none"]
 
 
-def no_forced_call(request):
-    if isinstance(request.get("tool_choice"), dict):
-        return "tool_choice: only auto is supported"
-
-
 def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
-    picky.refuse = no_forced_call
+    said_no = "tool_choice: only auto is supported"
+    picky.refuse = lambda r: isinstance(r.get("tool_choice"), dict) and said_no
     rounds = [calls(planned("Add")), calls(compute("2+3")), [SO]]
     events = turn(shared, *rounds, reasoning_mode=True)
     assert events[0] == event("plan", steps=["Add"]) and answer(events) == "So."
@@ -3385,14 +3373,13 @@ def every_step(root, function):
             return print(step)
 
 
-UNREADABLE = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
-UNREADABLE += [{"rounds": "1"}, {"tools": [{"name": object()}]}, {"query": "\ud800"}]
-
-
 @in_a_loop
 async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
+    unreadable = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
+    unreadable += [{"rounds": "1"}, {"tools": [{"name": object()}]}]
+    unreadable += [{"query": "\ud800"}]
     async with remembering(tmp_path) as service, service.turn("ann", A) as turn:
-        for wrong in UNREADABLE:
+        for wrong in unreadable:
             with pytest.raises(ValueError):
                 await turn.save(**({"query": "Hi!", "response": "Hello."} | wrong))
         await turn.save("Hi!", "Hello.")
@@ -4557,15 +4544,13 @@ def test_hints_stand_in_the_last_user_message_also_where_others_follow(chat, mod
     assert [*sent[:2], *sent[3:]] == [*talk[:2], *talk[3:]]
 
 
-NAMED = [
-    ({"user": "Zoë 李"}, {}), ({"user": "Zoë 李"}, {"X-Memory": "ON"}),
-    ({"user": "Zoë 李"}, {"X-Memory": ""}), ({}, {"X-User-Id": "Zoë 李".encode()}),
-    ({"user": " Zoë 李"}, {"X-User-Id": unicodedata.normalize("NFD", "Zoë 李").encode()}),
-]  # fmt: skip
-
-
 def test_a_user_is_named_in_the_body_or_a_header(chat, model):
-    for n, (body, headers) in enumerate(NAMED, 1):
+    ways = [
+        ({"user": "Zoë 李"}, {}), ({"user": "Zoë 李"}, {"X-Memory": "ON"}),
+        ({"user": "Zoë 李"}, {"X-Memory": ""}), ({}, {"X-User-Id": "Zoë 李".encode()}),
+        ({"user": " Zoë 李"}, {"X-User-Id": unicodedata.normalize("NFD", "Zoë 李").encode()}),
+    ]  # fmt: skip
+    for n, (body, headers) in enumerate(ways, 1):
         reply = chat.http.post(V1, json=v1(**body), headers=headers)
         assert reply.status_code == 200
         assert sum(sessions(chat, "Zoë 李").values()) == n
@@ -4611,23 +4596,21 @@ def test_a_conversation_is_one_session_by_its_user_and_first_message(chat, model
     assert model.requests[2]["messages"][1:5] == talk[:4]
 
 
-WITHOUT = [
-    {},
-    {"user": " ", "headers": {"X-User-Id": ""}},
-    {"user": "ann", "store": False},
-    {"user": "ann", "headers": {"X-Memory": "Off"}},
-    {"user": "ann", "headers": {"X-Memory": "title_generation"}},  # an app's own prompt
-]
-
-
 def test_without_a_name_or_with_memory_off_nothing_is_read_or_written(start, model):
+    without = [
+        {},
+        {"user": " ", "headers": {"X-User-Id": ""}},
+        {"user": "ann", "store": False},
+        {"user": "ann", "headers": {"X-Memory": "Off"}},
+        {"user": "ann", "headers": {"X-Memory": "title_generation"}},  # an app's prompt
+    ]
     with start(HINT_TOKENS=0) as chat:
         chat.tell("I like tea.")
         settled(chat)
         before, embedded = files(chat.folder), len(model.embedded)
         text = "Do I like tea? What is 1+1?"
         for way in WAYS:
-            for more in WITHOUT:
+            for more in without:
                 model.requests.clear()
                 got = complete(chat, text, way, **more)
                 assert got.text.endswith("The result is 2."), more
@@ -4654,21 +4637,19 @@ def test_what_stands_in_the_clients_history_is_not_doubled_in_the_hints(chat, mo
     assert "I like tea. What's this?" in hints(model.requests[-1])
 
 
-MAY = [
-    ("the key", {"user": "ann"}, None), ("the key", {}, None),
-    (token_of("Zoë"), {"user": "Zoe\u0308"}, None),
-    (token_of("ann"), {"user": "ann", "store": False}, None),
-    (token_of("bob"), {"user": "ann"}, openai.PermissionDeniedError),
-    (token_of("bob"), {"user": "ann", "store": False}, openai.PermissionDeniedError),
-    (token_of("ann"), {}, openai.PermissionDeniedError),
-    (token_of(""), {}, openai.PermissionDeniedError),
-    ("a key", {"user": "ann"}, openai.AuthenticationError),
-]  # fmt: skip
-
-
 def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
+    may = [
+        ("the key", {"user": "ann"}, None), ("the key", {}, None),
+        (token_of("Zoë"), {"user": "Zoe\u0308"}, None),
+        (token_of("ann"), {"user": "ann", "store": False}, None),
+        (token_of("bob"), {"user": "ann"}, openai.PermissionDeniedError),
+        (token_of("bob"), {"user": "ann", "store": False}, openai.PermissionDeniedError),
+        (token_of("ann"), {}, openai.PermissionDeniedError),
+        (token_of(""), {}, openai.PermissionDeniedError),
+        ("a key", {"user": "ann"}, openai.AuthenticationError),
+    ]  # fmt: skip
     with start(API_KEY="the key") as chat:
-        for key, request, refused in MAY:
+        for key, request, refused in may:
             if refused:
                 error = refusal_of(chat, "Hi!", key=key, **request)
                 assert type(error) is refused
@@ -4898,20 +4879,20 @@ def test_a_reranker_of_ones_own_is_used_where_not_all_fits(start, model):
 
 
 GOOD_SCORES = [(3, 4.0), (2, 3.0), (1, 2.0), (0, 1.0)]
-NO_ORDER = [
-    (500, {"error": {"message": "User visited Rome"}}), (404, {"detail": "Not Found"}),
-    (429, {}), WAIT, {}, results(), None, [1, 2], "sorry", {"results": "abc"},
-    {"results": [{"index": n} for n in range(4)]}, results(*GOOD_SCORES[:2]),
-    {"results": [{"relevance_score": 1.0}] * 4},
-    *(results((n, 5.0), *GOOD_SCORES[:3]) for n in (4, -1, 3)),
-    *(results((n, 5.0), *GOOD_SCORES[1:]) for n in ("3", 2.5)),
-    *(results((3, s), *GOOD_SCORES[1:]) for s in ("high", None, float("nan"), float("inf"))),
-]  # fmt: skip
 
 
 def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
+    no_orders = [
+        (500, {"error": {"message": "User visited Rome"}}), (404, {"detail": "Not Found"}),
+        (429, {}), WAIT, {}, results(), None, [1, 2], "sorry", {"results": "abc"},
+        {"results": [{"index": n} for n in range(4)]}, results(*GOOD_SCORES[:2]),
+        {"results": [{"relevance_score": 1.0}] * 4},
+        *(results((n, 5.0), *GOOD_SCORES[:3]) for n in (4, -1, 3)),
+        *(results((n, 5.0), *GOOD_SCORES[1:]) for n in ("3", 2.5)),
+        *(results((3, s), *GOOD_SCORES[1:]) for s in ("high", None, float("nan"), float("inf"))),
+    ]  # fmt: skip
     assert towns(ranked) != ranked.before
-    for sent in NO_ORDER:
+    for sent in no_orders:
         model.ranking = lambda request, sent=sent: sent
         first, *_, last = ranked.ask(TOWNS, session=str(uuid.uuid4()))
         assert first["degraded"] == ["rerank"], sent
