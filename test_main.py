@@ -1914,7 +1914,7 @@ MODEL_CASES = [
     ("exam", "en", "add", [], ["My driving test is tomorrow, wish me luck"], ["driving test|driving exam", "2026-11-22|22 Nov|Nov 22|November 22"], []),
     ("sister", "en", "add", ["User lives in Rome"], ["My sister Ana lives in Porto"], ["Porto", "User lives in Rome"], ["User lives in Porto"]),
     ("preference", "en", "add", [], ["Please keep your answers short, I read on my phone"], ["short|concise|brief"], []),
-    ("negative", "en", "add", [], ["I can't stand cilantro"], ["cilantro|coriander"], ["likes cilantro", "loves cilantro"]),
+    ("negative", "en", "add", [], ["I can't stand cilantro"], ["cilantro|coriander"], ["User likes", "User loves"]),
     ("used-to", "en", "add", [], ["I used to smoke but I quit in 2019"], ["smok"], ["User smokes"]),
     ("remember", "en", "add", [], ["Remember that my car's plate ends with 77"], ["77"], []),
     ("buried", "en", "add", [], ["Write a haiku about autumn. By the way my wife Lena is a botanist"], ["Lena"], ["haiku"]),
@@ -2079,6 +2079,11 @@ def test_an_update_that_tells_of_something_else_is_added(chat, model):
     for id, text in zip((3, 0, 6), same, strict=True):
         facts = learn_by(chat, model, text, ("update", id, text))
         assert facts[id] == text and len(facts) == 8
+    parrot, budgie = "User has a parrot.", "User has a budgie."  # "User has" is shared
+    facts = learn_by(chat, model, "My parrot sings", ("update", 1, parrot))
+    assert (facts[1], facts[-1]) == (known[1], parrot)
+    facts = learn_by(chat, model, "Rex died, now a budgie", ("update", 1, budgie))
+    assert facts[1] == budgie
 
 
 def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
