@@ -489,7 +489,6 @@ def start(server, model, tmp_path):
 
 @pytest.fixture
 def server_log(caplog):
-    """The log, with what uvicorn says."""
     caplog.set_level("INFO", "uvicorn.error")
     return caplog
 
@@ -539,7 +538,6 @@ def until(events, type):
 
 
 def saved_turn(chat, session=A):
-    """Wait for the only turn of a session, and return it."""
     wait_for((chat.folder / "ann" / f"{session}.json").exists)
     [turn] = chat.turns(session)
     return turn
@@ -552,8 +550,6 @@ def files(folder):
 
 
 def failing(number):
-    """Return what fails as a function of the operating system does."""
-
     def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -1612,16 +1608,7 @@ def add(text, evidence, kind="episodic", importance=0.5):
 
 
 def asked(learning):
-    """Return what a learning call was given, as the contract words it."""
     return json.loads(learning["messages"][-1]["content"])
-
-
-def ids_of(learning):
-    """Return the ids that the schema of a learning call allows."""
-    schema = learning["response_format"]["json_schema"]["schema"]
-    operations = schema["properties"]["operations"]
-    assert operations["minItems"] == 1
-    return operations["items"]["properties"]["id"]["enum"]
 
 
 def test_a_learning_asks_as_the_contract_says(chat, model):
@@ -1630,11 +1617,14 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
     chat.tell("And I swim")
     first, second = model.learnings
     assert first["model"] == "stand-in"
-    assert first["response_format"]["json_schema"]["name"] == "memory_operations"
-    schema = first["response_format"]["json_schema"]["schema"]
-    fields = schema["properties"]["operations"]["items"]["required"]
+    forms = [learning["response_format"]["json_schema"] for learning in model.learnings]
+    assert [form["name"] for form in forms] == ["memory_operations"] * 2
+    lists = [form["schema"]["properties"]["operations"] for form in forms]
+    assert [operations["minItems"] for operations in lists] == [1, 1]
+    fields = lists[0]["items"]["required"]
     assert sorted(fields) == ["evidence", "id", "importance", "kind", "op", "text"]
-    assert [ids_of(learning) for learning in model.learnings] == [[None], [0, None]]
+    ids = [operations["items"]["properties"]["id"]["enum"] for operations in lists]
+    assert ids == [[None], [0, None]]
     assert asked(first)["facts"] == []
     assert asked(second)["facts"] == [{"id": 0, "text": "User plays chess."}]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", asked(second)["today"])
@@ -2342,7 +2332,6 @@ def settled(chat):
 
 
 def use(chat, model, name, arguments, message="please", session=B):
-    """Let the model call one tool, and return the tool's text."""
     model.replies += [calls((name, arguments)), says("ok")]
     [result] = of(chat.ask(message, session=session), "tool_result")
     return result["content"]
@@ -2550,7 +2539,6 @@ def test_the_readmes_lines_make_a_users_token(start):
 
 
 def test_a_module_copied_alone_does_as_the_readme_prints(tmp_path):
-    """Each in an empty folder, and a tool pasted as it is printed."""
     pasted, with_memory, with_tools = printed_blocks("python")
     for name in ("memory", "tools"):
         (tmp_path / name).mkdir()
@@ -2783,7 +2771,6 @@ def sse(text):
 
 
 def call_piece(index, id, name, arguments=None):
-    """Return a piece of a call from its words."""
     function = {} if name == "-" else {"name": name}
     if arguments is not None:
         function["arguments"] = arguments.replace('""', "")
@@ -2853,23 +2840,25 @@ def broke(*texts, code="upstream_unavailable"):
 
 def as_expected(events):
     """Return events with what varies put plainly: made-up ids, times, the order of results."""
-    ids, ordered, results = {}, [], []
-    for e in events:
-        e = {key: value for key, value in e.items() if key not in ("ms", "message")}
-        if e["type"] in ("tool_call", "tool_result"):
-            made_up = re.fullmatch(r"(call_)?[0-9a-f]{9,32}", e["id"])
-            e["id"] = ids.setdefault(e["id"], f"new{len(ids)}" if made_up else e["id"])
-        if e["type"] != "tool_result":
-            if results and e.get("round") != results[-1]["round"]:
-                ordered += sorted(results, key=lambda r: [*ids.values()].index(r["id"]))
-                results = []
-            ordered.append(e)
-            continue
-        e["content"] = re.sub(r"^\d{4}-.*week \d+\)$", "TIME", e["content"])
-        if re.match(r"Error: (?s:.*)calculate takes JSON", e["content"]):
-            e["content"] = "ERROR calculate takes JSON"
-        results.append(e)
-    return ordered + results
+    ids, plain = {}, []
+    for _, group in groupby(events, lambda e: (e["type"], e.get("round"))):
+        group = [
+            {k: v for k, v in e.items() if k not in ("ms", "message")} for e in group
+        ]
+        for e in group:
+            made_up = re.fullmatch(r"(call_)?[0-9a-f]{9,32}", e.get("id", ""))
+            if "id" in e:
+                e["id"] = ids.setdefault(
+                    e["id"], f"new{len(ids)}" if made_up else e["id"]
+                )
+        if group[0]["type"] == "tool_result":
+            group.sort(key=lambda e: [*ids.values()].index(e["id"]))
+            for e in group:
+                e["content"] = re.sub(r"^\d{4}-.*week \d+\)$", "TIME", e["content"])
+                if "calculate takes JSON" in e["content"]:
+                    e["content"] = "ERROR calculate takes JSON"
+        plain += group
+    return plain
 
 
 def turn(shared, *replies, **more):
@@ -3061,14 +3050,9 @@ REFUSALS = {  # what is refused, and how it is said
 }
 
 
-def refusing(*refusals):
-    """Return what refuses the first of some parts that a request has, not while learning."""
-
-    def refuse(request):
-        if request.get("stream"):
-            return next((said for part, said in refusals if part in request), None)
-
-    return refuse
+def refusing(part, text):
+    """Return what refuses a part of a request, not while learning."""
+    return lambda request: request.get("stream") and part in request and text
 
 
 def warnings(caplog):
@@ -3083,7 +3067,7 @@ def test_what_is_refused_is_left_out(shared, picky, caplog, part, text):
         assert answer(turn(shared, says("Hi."))) == "Hi."
         return [part in request for request in picky.requests]
 
-    picky.refuse = refusing((part, text))
+    picky.refuse = refusing(part, text)
     assert ask() == [True, False]
     assert ask() == [False] and ask() == [False]
     assert len(warnings(caplog)) == 1
@@ -3229,7 +3213,7 @@ def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
     assert len(picky.requests) == 5 and "tool_choice" not in picky.requests[4]
     assert len([w for w in warnings(caplog) if "tool_choice" in w]) == 1
     shared.service.chat.unsupported.clear()
-    picky.refuse = refusing(REFUSALS["ollama"])  # no tools at all
+    picky.refuse = refusing(*REFUSALS["ollama"])  # no tools at all
     assert turn(shared, [SO], reasoning_mode=True) == said("So.")
     assert not {"tools", "tool_choice"} & picky.requests[-1].keys()
 
@@ -3265,8 +3249,6 @@ async def embedded(texts):
 
 
 def in_a_loop(test):
-    """Let a test be a coroutine."""
-
     @wraps(test)
     def run(*arguments, **fixtures):
         asyncio.run(test(*arguments, **fixtures))
@@ -3323,7 +3305,6 @@ def facts_in(folder, user="ann"):
 
 
 def unlocked(folder):
-    """Return a user whose files are used without a lock."""
     return memory.User(memory.Memory(folder, scripted, embedded, "bag"), "ann")
 
 
