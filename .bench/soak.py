@@ -182,7 +182,9 @@ def sample(service: subprocess.Popen, folder: Path, turns: int) -> list[float]:
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     rows = dict(line.split(":", 1) for line in status)
     rss, threads = int(rows["VmRSS"].split()[0]) / 1024, int(rows["Threads"])
-    for path in folder.rglob("*"):
+    # Not by pathlib, which fails where a folder is deleted meanwhile.
+    paths = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
+    for path in paths:
         with suppress(OSError):
             disk += path.stat().st_size
     files = len(os.listdir(f"/proc/{pid}/fd"))
