@@ -1086,8 +1086,6 @@ def refused(status, message="no", **more):
 TOO_LONG = "This model's maximum context length is 8192 tokens."
 FAILURES = {  # what the endpoint does, how often it is asked, what its client is told
     "400": (refused(400), 1, 400, "upstream_rejected"),
-    "401": (refused(401), 1, 400, "upstream_rejected"),
-    "422": (refused(422), 1, 400, "upstream_rejected"),
     "408": (refused(408), 2, 504, "upstream_timeout"),
     "429": (refused(429), 2, 503, "upstream_unavailable"),
     "500": (refused(500), 2, 503, "upstream_unavailable"),
@@ -1860,19 +1858,16 @@ User is at the gym every Monday | User prefers short answers | User wants answer
 Never eats meat | User tends to ignore instructions on IKEA boxes
 User writes system prompts for bots
 """
-
-# What `redact` leaves of a message (secrets removed, the rest as it was)
-REDACTED = [
-    ("my password is hunter2. I live in Lyon", "my [removed]. I live in Lyon"),
-    ("PIN: 4711, flight at 9", "[removed], flight at 9"),
-    ("token ghp_16C7e42F292c6912E7710c838347Ae178B4a works", "token [removed] works"),
-    ("pay with 4111-1111-1111-1111 please", "pay with [removed] please"),
-    ("IBAN DE89370400440532013000 and my cat", "IBAN [removed] and my cat"),
-    ("I love key lime pie", "I love key lime pie"),
-    ("The passphrase for my bank pin: 4321 horse staple", "The [removed]"),
-    ("Mein Passwort für die tan: 123456 Sommer", "Mein [removed]"),
-    ("Vardı tr12 abcı1234 12345", "Vardı tr12 abcı1234 12345"),
-]
+REDACTED = """\
+my password is hunter2. I live in Lyon → my [removed]. I live in Lyon
+PIN: 4711, flight at 9 → [removed], flight at 9
+token ghp_16C7e42F292c6912E7710c838347Ae178B4a works → token [removed] works
+pay with 4111-1111-1111-1111 please → pay with [removed] please
+IBAN DE89370400440532013000 and my cat → IBAN [removed] and my cat | I love key lime pie → I love key lime pie
+The passphrase for my bank pin: 4321 horse staple → The [removed]
+Mein Passwort für die tan: 123456 Sommer → Mein [removed]
+Vardı tr12 abcı1234 12345 → Vardı tr12 abcı1234 12345
+"""
 SAME = """\
 User likes cats = The user likes cats. | User likes cats = User likes a cat
 User lives in Lyon = User is living in Lyon | User's dog is Bo = User’s dog: Bo
@@ -1891,7 +1886,6 @@ User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pa
 # A turn is a query, or (query, response). Today is 2026-11-21, a Saturday.
 # expected "nothing": the facts are as before. Several kinds: "add+delete".
 MODEL_CASES = [
-    # add
     ("allergy", "en", "add", [], ["I'm allergic to peanuts, what can I snack on?"], ["peanut"], []),
     ("name", "en", "add", [], ["Hi, I'm Priya and I'm new here"], ["Priya"], []),
     ("job", "en", "add", ["User likes jazz"], ["I work as a nurse in Leeds"], ["nurse", "jazz"], []),
@@ -1919,7 +1913,6 @@ MODEL_CASES = [
     ("city-ar", "ar", "add", [], ["أنا مهندس وأعيش في دبي"], ["دبي|Dubai"], []),
     ("food-hi", "hi", "add", [], ["मुझे मूंगफली से एलर्जी है"], ["मूंगफली|peanut"], []),
     ("job-tr", "tr", "add", [], ["Ankara'da öğretmenim"], ["öğretmen|teach"], []),
-    # update
     ("moved", "en", "update", ["User lives in Lyon", "User has a cat"], ["We finally moved to Paris last week!"], ["Paris", "cat"], ["User lives in Lyon"]),
     ("new-job", "en", "update", ["User works at Shell", "User's name is Kim"], ["I left Shell, I'm with Total now"], ["Total", "Kim"], ["works at Shell"]),
     ("renamed", "en", "update", ["User's name is Jonathan"], ["Call me Jon from now on"], ["Jon"], ["User's name is Jonathan"]),
@@ -1936,7 +1929,6 @@ MODEL_CASES = [
     ("city-zh", "zh", "update", ["用户住在上海"], ["我上个月搬到北京了"], ["北京|Beijing"], ["住在上海"]),
     ("job-pt", "pt", "update", ["O usuário trabalha na Vale"], ["Agora trabalho na Petrobras, saí da Vale"], ["Petrobras"], ["trabalha na Vale"]),
     ("two-turns", "en", "update", ["User lives in Turin"], ["I'm moving to Milan in January", "Change of plan: I moved to Naples instead, I'm already here"], ["Naples"], ["User lives in Turin", "User lives in Milan"]),
-    # delete
     ("magnet", "en", "delete", ["User uses Magnet to arrange windows", "User uses vim"], ["I don't use Magnet anymore"], ["vim"], ["uses Magnet"]),
     ("address", "en", "delete", ["User's address is 12 Elm Street", "User likes hiking"], ["Forget my address, please"], ["hiking"], ["Elm"]),
     ("divorced", "en", "delete", ["User's phone is a Nokia", "User is a member of a chess club"], ["I left the chess club"], ["Nokia"], ["is a member of a chess club"]),
@@ -1951,7 +1943,6 @@ MODEL_CASES = [
     ("coffee-it", "it", "delete", ["L'utente beve caffè", "L'utente vive a Roma"], ["Non bevo più caffè"], ["Roma"], ["L'utente beve caffè"]),
     ("forget-zh", "zh", "delete", ["用户的电话是13800000000", "用户喜欢足球"], ["请忘记我的电话号码"], ["足球"], ["138"]),
     ("forget-ru", "ru", "delete", ["Пользователь работает в Яндексе", "У пользователя есть собака"], ["Я больше не работаю в Яндексе"], ["собака"], ["работает в Яндексе"]),
-    # nothing
     ("question", "en", "nothing", ["User lives in Cork"], ["What's the tallest mountain in Africa?"], [], []),
     ("thanks", "en", "nothing", [], ["great, thanks a lot!"], [], []),
     ("hello", "en", "nothing", ["User likes tea"], ["hello, how are you doing?"], [], []),
@@ -1978,7 +1969,6 @@ MODEL_CASES = [
     ("task-zh", "zh", "nothing", [], ["请把这句话翻译成英文：今天天气很好"], [], []),
     ("weather-de", "de", "nothing", ["Nutzer wohnt in Kiel"], ["Wie wird das Wetter morgen in Rom?"], [], []),
     ("task-tr", "tr", "nothing", [], ["Bana bir fıkra anlatır mısın?"], [], []),
-    # mixed
     ("swap", "en", "add+delete", ["User has a cat named Tom"], ["Tom the cat died last month. I have a parrot called Kiwi now"], ["Kiwi"], ["User has a cat named Tom"]),
     ("move-and-job", "en", "update", ["User lives in Lyon", "User works at Orange"], ["I moved to Nantes and now work at Ubisoft"], ["Nantes", "Ubisoft"], ["lives in Lyon", "works at Orange"]),
     ("secret-and-fact", "en", "add", [], ["I bank with ING and my card PIN is 9034"], ["ING"], ["9034"]),
@@ -2008,9 +1998,10 @@ def test_the_gate_keeps_what_was_said_and_may_be_kept(case):
     assert len(memory.admit(operations, shown, turns)) == len(kept)
 
 
-@pytest.mark.parametrize(("text", "left"), REDACTED)
-def test_secrets_are_cut_out_and_the_rest_stays(text, left):
-    assert memory.redact(text) == left
+def test_secrets_are_cut_out_and_the_rest_stays():
+    for case in re.split(r" \| |\n", REDACTED.strip()):
+        text, left = case.split(" → ")
+        assert memory.redact(text) == left
 
 
 def test_no_secret_nothing_passing_and_no_instruction_is_kept():
@@ -2279,11 +2270,9 @@ def test_vectors_lost_or_of_another_model_are_made_again(start, model, monkeypat
     search(EMBEDDING_MODEL="other")
     model.embedded.clear()
     with start(EMBEDDING_MODEL="other") as chat:
-        chat.ask("I like tea")
-        chat.learned()  # and embedded, with all that has no vector
+        chat.tell("I like tea")  # embedded with all that has no vector
         assert "User likes tea." in flat(model.embedded)
         assert not set(PLACES) & set(flat(model.embedded))
-        assert chat.facts(query="Cairo 2002")[0] == PLACES[1]
 
 
 def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
@@ -2483,10 +2472,9 @@ def test_profile_beyond_twenty_is_episodic_and_faded_facts_go(start, model):
         worth = [(text, 0.5 + n / 100) for n, text in enumerate(texts)]
         model.operations.append([add(t, "so it is", "profile", w) for t, w in worth])
         chat.tell("so it is")
-        facts = chat.tables("memory.json")["facts"]
-        assert len(facts) == 25
-        assert sum(f["kind"] == "profile" for f in facts) == 20
-        assert {f["text"] for f in facts} == set(texts[5:])
+        facts = chat.memories()
+        assert {fact["text"] for fact in facts} == set(texts[5:])
+        assert sum(fact["kind"] == "profile" for fact in facts) == 20
 
 
 # --- The README, as printed ---
@@ -3156,12 +3144,11 @@ def test_a_transcript_has_the_tools_and_not_the_thinking(chat, model):
     assert model.requests[-1]["messages"][-2] == last
 
 
-@pytest.mark.parametrize("reasoning", [True, False])
-def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch, reasoning):
+def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch):
     monkeypatch.setattr(main, "MAX_ROUNDS", 1)
-    events = turn(shared, [sse('{"content":"Hi."}\nstop')], reasoning_mode=reasoning)
-    assert events == said("Hi.")
-    assert [request["tool_choice"] for request in picky.requests] == ["none"]
+    for reasoning in (True, False):
+        assert turn(shared, [SO], reasoning_mode=reasoning) == said("So.")
+    assert [request["tool_choice"] for request in picky.requests] == ["none"] * 2
 
 
 def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
@@ -4139,18 +4126,21 @@ def test_nothing_like_the_schema_is_a_server_error(shared, mode, monkeypatch):
 
 def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, model):
     users = [f"user-{n}" for n in range(8)]
+    told = {"status": "ok", "model": "stand-in", "degraded": {}, "given_up": 0}
     with start(LEARN_CONCURRENCY=2) as chat:
         model.hold_learning.clear()
+        assert chat.health() == told | {"pending": 0}
         for user in users:
             assert answer(chat.ask("I like tea", user=user))
+        assert complete(chat, "I like beer.").text  # nobody's
         wait_for(lambda: len(model.learnings) == 2)
         assert len(list(chat.folder.glob("*/*.unlearned"))) == 8
-        assert chat.health()["pending"] == 8
-        assert len(model.learnings) == 2
+        assert chat.health() == told | {"pending": 8} and len(model.learnings) == 2
         model.hold_learning.set()
         for user in users:
             chat.learned(user)
             assert chat.facts(user) == ["User likes tea."]
+        wait_for(lambda: chat.health() == told | {"pending": 0})
 
 
 def test_users_beyond_the_bound_are_closed_and_opened_again(start, model, monkeypatch):
@@ -4848,22 +4838,6 @@ def test_health_says_since_when_something_fails_until_it_works_again(ranked, mod
     towns(ranked)
     ranked.facts(query="A third one, in 2002?")
     assert degraded() == {}
-
-
-def test_health_counts_the_turns_that_wait_and_names_nobody(start, model):
-    with start(HINT_TOKENS=0) as chat:
-        model.hold_learning.clear()
-        assert chat.health()["pending"] == 0
-        chat.ask("I like tea.")
-        chat.ask("I like cake.", session=B)
-        complete(chat, "I like wine.", user="Zoë Secret")
-        complete(chat, "I like beer.")
-        assert chat.health() == {
-            "status": "ok", "model": "stand-in", "degraded": {}, "pending": 3, "given_up": 0,
-        }  # fmt: skip
-        model.hold_learning.set()
-        wait_for(lambda: chat.health()["pending"] == 0)
-        assert chat.facts("Zoë Secret") == ["User likes wine."]
 
 
 def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
