@@ -24,11 +24,11 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import unicodedata
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -3954,31 +3954,22 @@ def test_what_is_killed_at_any_step_is_made_good(tmp_path, trial):
     assert min(map(int, steps)) > KILLED[trial]
 
 
-class CancelledAt(Coroutine):
-    """A coroutine whose task is cancelled when it waits for the nth time."""
-
-    def __init__(self, step, coroutine, reached):
-        self.step, self.coroutine, self.reached = step, coroutine, reached
-
-    def note(self, future):
-        self.reached.append(future)
-        if len(self.reached) == self.step:
+@types.coroutine
+def cancelled_at(step, coroutine):
+    """Run a coroutine whose task is cancelled when it waits for the nth time."""
+    go_on, given = coroutine.send, None
+    while True:
+        try:
+            future = go_on(given)
+        except StopIteration:
+            return
+        step -= 1
+        if not step:
             asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
-        return future
-
-    def send(self, value):
-        return self.note(self.coroutine.send(value))
-
-    def throw(self, *error):
-        return self.note(self.coroutine.throw(*error))
-
-    def __await__(self):
-        return self
-
-    __iter__ = __await__
-
-    def __next__(self):
-        return self.send(None)
+        try:
+            go_on, given = coroutine.send, (yield future)
+        except BaseException as error:  # noqa: BLE001 (it is thrown in again)
+            go_on, given = coroutine.throw, error
 
 
 @pytest.mark.parametrize("facts", [0, 40], ids=["no embeddings", "embeddings"])
@@ -3998,8 +3989,11 @@ def test_a_turn_may_be_cancelled_at_any_await(model, tmp_path, monkeypatch, fact
         ]
         said, events = f"I like w{step}", main.EventStream()
         request, learner = main.TurnRequest(said, "ann", A), service.memory.learner
-        turn = CancelledAt(step, main.run_turn(service, request, events), [])
-        events.task = turn = asyncio.create_task(turn)
+
+        async def run():
+            await cancelled_at(step, main.run_turn(service, request, events))
+
+        events.task = turn = asyncio.create_task(run())
         await asyncio.wait([turn], timeout=10)
         assert turn.done(), "it hangs"
         await happens(lambda: not model.opened)
