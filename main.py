@@ -56,7 +56,7 @@ from memory import Hints, Memory, Message, NotFound
 Number = TypeVar("Number", int, float)
 
 
-def setting(name: str, default: Number, least: int = 0) -> Number:
+def setting(name: str, default: Number, least: float = 0) -> Number:
     """Return a number from the environment, of the default's type; else end start-up."""
     text = os.environ.get(name) or str(default)
     with suppress(ValueError):
@@ -88,16 +88,18 @@ EMBEDDING_API_KEY = env("EMBEDDING_API_KEY", "").strip() or OPENAI_API_KEY or "E
 EMBEDDING_MODEL = env("EMBEDDING_MODEL", "")
 if not (EMBEDDING_MODEL or EMBEDDING_BASE_URL or BASE_URL):
     EMBEDDING_MODEL = "text-embedding-3-small"
-EMBEDDING_TIMEOUT = setting("EMBEDDING_TIMEOUT", 2.0)  # seconds, before a first token
+EMBEDDING_TIMEOUT = setting(
+    "EMBEDDING_TIMEOUT", 2.0, 0.001
+)  # seconds, before a first token
 EMBEDDING_QUERY_PREFIX = env("EMBEDDING_QUERY_PREFIX", "")
 EMBEDDING_DOCUMENT_PREFIX = env("EMBEDDING_DOCUMENT_PREFIX", "")
 RERANK_BASE_URL = address("RERANK_BASE_URL")  # empty: no reranking
 RERANK_API_KEY = env("RERANK_API_KEY", "").strip() or "EMPTY"
 RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
-RERANK_TIMEOUT = setting("RERANK_TIMEOUT", 0.5)  # seconds
+RERANK_TIMEOUT = setting("RERANK_TIMEOUT", 0.5, 0.001)  # seconds
 MAX_ROUNDS = setting("MAX_ROUNDS", 8, 1)  # requests to the model in one turn
-TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
-UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
+TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0, 0.001)  # seconds, each call
+UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0, 0.001)  # seconds without a byte
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
 HINT_TOKENS = setting("HINT_TOKENS", 350)  # of hints in one prompt
@@ -975,7 +977,7 @@ NOT_AVAILABLE = "The model's endpoint is not available."
 def refusal(status: int, said: str) -> Failure:
     """Return what a client is told where the endpoint answers with an error."""
     code, message = UNAVAILABLE, NOT_AVAILABLE
-    too_long = "context.(length|window)|maximum context|too long"
+    too_long = "context.(length|window|size)|maximum (context|model length|number of tokens)|too long|must have less"
     if status == 408:
         code, message = TIMEOUT, TOO_SLOW
     elif status in (400, 413, 422) and re.search(too_long, said.lower()):

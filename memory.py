@@ -567,7 +567,6 @@ def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
-@functools.lru_cache(maxsize=20_000)
 def vector_id(model: str, session_id: str, text: str) -> int:
     """Return 63 bits of all three: a vector never stands for others, and goes with its session."""
     content = f"{model}\0{session_id}\0{text}".encode()
@@ -1393,12 +1392,12 @@ MARKS = re.compile(r"\[\s*/?\s*MEMORY\s+HINTS\s*\]", re.IGNORECASE)
 # A word that announces a secret, then its value. What redacts too much does little harm:
 # only learning and the hints of other sessions see it.
 PASSWORD = (
-    r"(?:pass ?(?:word|phrase|code)|\bpwd\b|seed phrase|passwort|kennwort|mot de passe|contraseña"
+    r"(?:pass ?(?:word|phrase|code|wd)|\bpwd\b|seed phrase|passwort|kennwort|mot de passe|contraseña"
     r"|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード|비밀번호|पासवर्ड|كلمة (?:السر|المرور)\w*)"
 )
 NUMBER = (
     r"(?:\b(?:pin|otp|tan|cvc|cvv|ssn|dni|cpf|bsn)\b|\b(?!post|zip|dress|country)\w{1,20}(?:-\w{1,12})?[- ]code\b"
-    r"|social security|passport|driver'?s? licen[cs]e|card number|code d\w+ \w+|código de \w+"
+    r"|social security|pass(?:port|nummer)|driver'?s? licen[cs]e|card number|code d\w+ \w+|código de \w+"
     r"|n° sécu|zugangscode|код \w+|пин|паспорт|验证码|身份证|护照|認証コード|आधार|ओटीपी)"
 )
 TALK = (  # after "is": talk about a password, not one
@@ -1412,11 +1411,12 @@ SECRET = (
     rf"{PASSWORD}{FOR}{IS}{TALK}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
     rf"|{PASSWORD}{FOR}\s+(?:to\s+)?{DATE}(?=\S*\d)\S{{4,}}"
     rf"|{NUMBER}[^\d\n]{{0,30}}?(?<!\d){DATE}[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
+    rf"|{NUMBER}[^\d\n]{{0,30}}?\b{DATE}(?=[A-Z]{{0,8}}\d)[A-Z\d]{{6,20}}\b"
     rf"|\b\d{{4,8}} (?:is|ist|est|es|é) (?:\S+ ){{0,3}}?{NUMBER}"
     # Keys show what they are
     r"|-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?"
     r"|(?<![a-z0-9])(?:eyJ[\w-]{8,1000}\.[\w-]{8,}(?:\.[\w-]*)?"  # JWT
-    r"|[spr]k[-_](?=[\w-]{0,200}\d)[\w-]{8,}"  # OpenAI, Anthropic, Stripe
+    r"|(?:[spr]|gs)k[-_](?=[\w-]{0,200}\d)[\w-]{8,}"  # OpenAI, Anthropic, Stripe
     r"|(?:gh[pousr]|github_pat|hf|npm|whsec|glpat|pypi|xox[a-z])[_-][\w-]{12,}"
     r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{16,})"
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # https://user:password@host
@@ -1628,14 +1628,16 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 def parse_answer(text: str, key: str, kind: type) -> Any:
     """Return one field of a JSON answer, also from a model that talks around it; or BadAnswer."""
-    decoder = json.JSONDecoder()
+    decoder, text = json.JSONDecoder(), text.rpartition("</think>")[2]
     for match in list(re.finditer(r"[{\[]", text))[:50]:
         try:
             value, _ = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
         if isinstance(value, list) and kind is list:
-            value = {key: value}
+            operations = [one for one in value if isinstance(one, dict) and "op" in one]
+            if operations or text.strip() == "[]":
+                value = {key: operations}
         if isinstance(value, dict) and isinstance(value.get(key), kind):
             return value[key]
     raise BadAnswer(f"no {key} in the model's answer")
@@ -1758,13 +1760,13 @@ class Embedder:
         texts = [cut(prefix + text, 1500) for text in texts]
         new = [text for text in dict.fromkeys(texts) if text not in self.asked]
         found: dict[str, np.ndarray] = {}
-        if self.embed and new:
-            self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
         if self.embed and texts:
+            if new:
+                self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
             asked = {self.asked[text] for text in texts}
             for task in (await asyncio.wait(asked, timeout=timeout))[0]:
                 found |= task.result()
-        self.degraded.note("embeddings", failed=not found)
+            self.degraded.note("embeddings", failed=not found)
         return [found.get(text) for text in texts]
 
     async def query_vector(self, query: str) -> np.ndarray | None:
@@ -1773,23 +1775,25 @@ class Embedder:
 
     async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed
+        found: dict[str, np.ndarray] = {}
         try:
-            vectors = map(unit_vector, await self.embed(texts))
-            found = dict(zip(texts, vectors, strict=True))
-            gone = list(self.asked)[:-2000]
+            for text, vector in zip(texts, await self.embed(texts), strict=True):
+                found[text] = unit_vector(vector)
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
-            found, gone = {}, texts
-        for text in gone:
+        failed = [text for text in texts if text not in found]
+        for text in [*failed, *list(self.asked)[:-2000]]:
             self.asked.pop(text, None)
         return found
 
 
 def unit_vector(vector: Any) -> np.ndarray:
-    """Return a vector's direction; what has none counts as far from everything."""
+    """Return a vector's direction (zero has none); ValueError: it is empty, or no numbers."""
     vector = np.asarray(vector, "float32").ravel()
     norm = float(np.linalg.norm(vector))
-    return vector / norm if 0 < norm < math.inf else np.zeros_like(vector)
+    if not vector.size or not math.isfinite(norm):
+        raise ValueError("no vector")
+    return vector / norm if norm else vector
 
 
 def make_folder(folder: str | Path) -> Path:
@@ -1906,15 +1910,13 @@ class Memory:
             user.busy -= 1
             self.learner.schedule(user.key)
 
-    async def search(
-        self, user: User, query: str, k: int, rerank: bool = True
-    ) -> tuple[Ranked, list[str]]:
+    async def search(self, user: User, query: str, k: int) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
         vector = await self.embedder.query_vector(query)
         ranked = await user.run(user.search_facts, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
-        if rerank and self.rerank and ranked:
+        if self.rerank and ranked:
             try:
                 ranked = await self.reranked(query, ranked, k)
             except Exception:  # whatever the endpoint did: the order stands
@@ -1936,6 +1938,25 @@ class Memory:
             raise ValueError("no score for each of the best")
         finite.sort(key=lambda position: -scores[position])
         return [(scores[position], found[position][1]) for position in finite]
+
+    async def offered(
+        self, user: User, state: State, batch: list[Unlearned], room: int
+    ) -> list[Fact]:
+        """Return the facts a batch may touch: all if few, else those nearest to each query."""
+        facts, each = [*state.facts.values()], []
+        room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
+        if len(facts) == fitting([fact["text"] for fact in facts[:200]], room):
+            return facts
+        for turn in batch:
+            query = turn.row["query"]
+            vector = await self.embedder.query_vector(query)
+            ranked = await user.run(user.search_facts, query, vector, 200, False)
+            each.append([fact for _, fact in ranked])
+        # The best of each query before the second best of any
+        best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
+        found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
+        facts = [*found.values()][:200]
+        return facts[: fitting([fact["text"] for fact in facts], room)]
 
     # The user's own data
 
@@ -2123,12 +2144,12 @@ class Learner:
             RequestRefused, NoAnswer: There is none.
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
-        shown = (
-            [] if smaller == 2 else await self.offered(user, state, batch, room // 4)
-        )
-        # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
-        sizes = {"query": max(500, room), "response": max(300, min(1000, room // 3))}
-        sizes = {"query": 500, "response": 500} if smaller == 2 else sizes
+        shown, sizes = [], {"query": 500, "response": 500}
+        if smaller < 2:
+            shown = await self.memory.offered(user, state, batch, room // 4)
+            # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
+            sizes["query"] = max(500, room)
+            sizes["response"] = max(300, min(1000, room // 3))
         rows = [turn.row for turn in batch]
         texts = [fact["text"] for fact in shown]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
@@ -2142,20 +2163,6 @@ class Learner:
             found = await user.run(user.search_facts, "", vector, 1, False)
             nearest[turn.key] = found[0][1]["id"] if found else ""
         return await in_thread(admit, proposed, shown, batch, nearest)
-
-    async def offered(
-        self, user: User, state: State, batch: list[Unlearned], room: int
-    ) -> list[Fact]:
-        """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts, search = list(state.facts.values()), self.memory.search
-        size = sum(count_tokens(fact["text"]) + 5 for fact in facts)
-        if size <= room and len(facts) <= 200:
-            return facts
-        found: dict[str, Fact] = {}
-        for turn in batch:
-            ranked, _ = await search(user, turn.row["query"], 10, rerank=False)
-            found |= {fact["id"]: fact for _, fact in ranked}
-        return [fact for id, fact in found.items() if id in state.facts]
 
     async def apply(
         self, user: User, batch: list[Unlearned], operations: list[Operation]
@@ -2217,7 +2224,9 @@ class Learner:
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
             answer = await ask(self.complete, prompt, form)
-            summary = parse_answer(answer, "summary", str)
+            summary = parse_answer(answer, "summary", str).strip()
+            if not summary:
+                raise BadAnswer("an empty summary")
         except (BadAnswer, RequestRefused, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
