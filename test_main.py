@@ -1090,6 +1090,7 @@ FAILURES = {  # what the endpoint does, how often it is asked, what its client i
     "429": (refused(429), 2, 503, "upstream_unavailable"),
     "500": (refused(500), 2, 503, "upstream_unavailable"),
     "too long": (refused(400, TOO_LONG), 1, 400, "context_too_long"),
+    "too long, llama.cpp's": (refused(400, "the request exceeds the available context size"), 1, 400, "context_too_long"),
     "too long, by code": (refused(400, code="context_length_exceeded"), 1, 400, "context_too_long"),
     "breaks off": ([CUT], 1, 503, "upstream_unavailable"),
     "ends without a word": ([], 1, 503, "upstream_unavailable"),
@@ -1574,7 +1575,7 @@ def test_nothing_is_written_outside_the_data_folder_or_printed(model, tmp_path):
 
 
 BAD_SETTINGS = [("HINT_TOKENS", "abc"), ("HINT_TOKENS", "1.5"), ("MAX_ROUNDS", "0")]
-BAD_SETTINGS += [("TOOL_TIMEOUT", "-1"), ("UPSTREAM_TIMEOUT", "nan"), ("API_KEY", "  ")]
+BAD_SETTINGS += [("TOOL_TIMEOUT", "0"), ("UPSTREAM_TIMEOUT", "nan"), ("API_KEY", "  ")]
 BAD_SETTINGS += [("CHAT_EXTRA_BODY", "[1]"), ("CHAT_EXTRA_BODY", "{")]
 BAD_SETTINGS += [("OPENAI_BASE_URL", "localhost:8000/v1"), ("DATA_DIR", "/proc/x")]
 BAD_SETTINGS += [("DATA_DIR", "TMP")]  # of an older version
@@ -1708,6 +1709,18 @@ CUT_SHORT = {"message": {"content": '{"operations": ['}, "finish_reason": "lengt
 TOO_MUCH = (413, {"error": {"message": "no"}}), (200, {"choices": [CUT_SHORT]})
 
 
+def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, model):
+    lines = [
+        f"User keeps a note about subject {n} of the long list." for n in range(90)
+    ]
+    with start(CONTEXT_TOKENS=4096, **NO_EMBEDDINGS) as chat:
+        for some in (lines[:45], lines[45:], ["User drives an old Volvo."]):
+            teach(chat, model, some)
+        chat.tell("I sold my Volvo yesterday and bought a Tesla")
+        shown = [fact["text"] for fact in asked(model.learnings[-1])["facts"]]
+        assert shown[0] == "User drives an old Volvo." and len(shown) < 91
+
+
 @pytest.mark.parametrize("refusal", TOO_MUCH, ids=["refused", "cut"])
 def test_a_learning_refused_or_cut_is_made_smaller_and_given_up_where_others_succeed(
     start, model, monkeypatch, refusal
@@ -1834,7 +1847,8 @@ User's AWS id is AKIAIOSFODNN7EXAMPLE | User's token: eyJhbGciOiJIUzI1NiJ9.eyJzd
 User's key: -----BEGIN RSA PRIVATE KEY----- MIIEow
 User's database is postgres://ann:s3cret@db/prod | User's card is 4111 1111 1111 1111
 IBAN des Nutzers: DE89 3704 0044 0532 0130 00 | User's SSN is 123-45-6789
-User's passport number is X1234567 | El DNI del usuario es 12345678Z | 用户的身份证号是11010519491231002X
+User's passport number is X1234567 | Die Passnummer des Nutzers ist C01X00T47
+User's passwd is hunter2 | User uses gsk_16C7e42F292c6912E7710 | El DNI del usuario es 12345678Z | 用户的身份证号是11010519491231002X
 O CPF do usuário é 529.982.247-25 | N° sécu de l'utilisateur: 1 85 05 78 006 084 91
 उपयोगकर्ता का आधार नंबर 2345 6789 0123 है | User is at the airport right now | User is tired today
 User is on their way home | User asked about the capital of Peru
@@ -2008,6 +2022,23 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
     for kept, table in ((False, NEVER_KEPT), (True, KEPT)):
         for text in re.split(r" \| |\n", table.strip()):
             assert memory.storable(text) is kept, text
+
+
+def test_an_answer_is_operations_or_a_bad_one():
+    add = '[{"op": "add"}]'
+    talk = f'<think>{{"operations": []}}</think>Here: {add} See [1].'
+    for text in (add, f'{{"operations": {add}}}', talk):
+        assert memory.parse_answer(text, "operations", list) == [{"op": "add"}]
+    assert memory.parse_answer(" [] ", "operations", list) == []
+    for text in (
+        "[1, 2]",
+        '{"ops": []}',
+        "as in [1]",
+        "[ ] or [2]",
+        '{"operations": 3}',
+    ):
+        with pytest.raises(memory.BadAnswer):
+            memory.parse_answer(text, "operations", list)
 
 
 def test_only_a_repetition_is_the_same_fact():
@@ -2286,6 +2317,19 @@ def test_vectors_of_changing_length_are_not_asked_for_without_end(start, model):
         assert set(PLACES) <= set(texts) and len(texts) == len(set(texts))
 
 
+@pytest.mark.parametrize("vector", [[], [np.nan] * 3], ids=["empty", "no number"])
+def test_what_is_no_vector_is_none_and_made_again(start, model, vector):
+    good, model.vector = model.vector, lambda text: np.array(vector, "<f4")
+    with start(HINT_TOKENS=60) as chat:
+        teach(chat, model, PLACES)
+        first = chat.ask("When was I in Cairo?", session=B)[0]
+        assert first["degraded"] == ["embeddings"] and first["facts"]
+        assert "embeddings" in chat.health()["degraded"]
+        model.vector = good
+        chat.tell("When was I in Lima?", session=B)
+        assert chat.health()["degraded"] == {}
+
+
 LONG = "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range(50)))
 STRAY = {"a stray word": "Sort Lisbon 2001 lists fast", "a long message": LONG}
 STRAY |= {"a paraphrase": "Which part of Kenya did I see?"}
@@ -2403,6 +2447,16 @@ def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, m
         prompts = [request["messages"] for request in model.requests]
         folds = [a[:-1] != b[: len(a) - 1] for a, b in pairwise(prompts)]
         assert sum(folds) == 1
+
+
+def test_a_blank_summary_replaces_nothing(start, model):
+    model.summary = " "
+    with start(HISTORY_TURNS=1) as chat:
+        for n in range(1, 5):
+            chat.ask(f"message {n}")
+            settled(chat)
+        assert model.summaries and chat.session().json()["summary"] == ""
+        assert "message 1" in json.dumps(model.requests[-1]["messages"])
 
 
 def test_without_summaries_the_budget_drops_old_turns_in_steps(start, model):
