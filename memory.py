@@ -1304,12 +1304,12 @@ DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0, "yesterday": -1}
 def same_matter(text: str, known: str, query: str) -> bool:
     """Tell whether a text may replace a fact: a word in common, and so what is whose."""
     words = key_words(known)
-    shared = key_words(text) & words
-    if not shared:  # "User has" is enough where the user names what he had
-        alike = text.split()[:2] == known.split()[:2]
-        return alike and bool(words & key_words(query))
-    things = [match[1] for match in map(THING.match, (text, known)) if match]
-    return all(key_words(thing) <= shared for thing in things)
+    if shared := key_words(text) & words:
+        things = [match[1] for match in map(THING.match, (text, known)) if match]
+        return all(key_words(thing) <= shared for thing in things)
+    # "User has" in common is enough where the user names what he had.
+    alike = text.split()[:2] == known.split()[:2]
+    return alike and not words.isdisjoint(key_words(query))
 
 
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
@@ -1518,8 +1518,8 @@ EXAMPLES = json.loads("""[
 [["User collects stamps"], [["How long does it take to boil an egg?", "8 minutes."]], [["How long does it take"]]],
 [[], [["no horror films please, I hate them", "All right."]],
  [["no horror films please, I hate them", "profile", "add", null, "User hates horror films", 0.6]]],
-[["User collects stamps", "User works at Siemens"], [["I started at Bosch on Monday!", "Congratulations!"]],
- [["I started at Bosch on Monday", "profile", "update", 1, "User works at Bosch", 0.8]]],
+[["Nutzer sammelt Briefmarken", "Nutzer arbeitet bei Siemens"], [["seit Montag bin ich bei Bosch!", "Glückwunsch!"]],
+ [["seit Montag bin ich bei Bosch", "profile", "update", 1, "Nutzer arbeitet bei Bosch", 0.8]]],
 [["User studies law", "User collects stamps"], [["Explain inertia. My brother studies physics", "It resists change."]],
  [["My brother studies physics", "profile", "add", null, "User's brother studies physics", 0.6]]],
 [["User's name is Benjamin", "User collects stamps"], [["nobody says Benjamin, I'm Ben", "Hi Ben!"]],
@@ -1530,8 +1530,10 @@ EXAMPLES = json.loads("""[
  [["me mudé con Max", "profile", "update", 0, "El usuario vive con Max", 0.8]]],
 [["用户每周一学钢琴"], [["钢琴课改到周五了", "好的。"]],
  [["钢琴课改到周五了", "profile", "update", 0, "用户每周五学钢琴", 0.7]]],
-[["User's concert is on 2025-03-20"], [["the concert was moved to the 27th of March", "Noted."]],
- [["the concert was moved to the 27th of March", "episodic", "update", 0, "User's concert is on 2025-03-27", 0.6]]],
+[["User's concert is on 2025-03-20", "User has a yoga class on 2025-03-10"],
+ [["the concert was moved to the 27th of March and the yoga class is off", "Noted."]],
+ [["the concert was moved to the 27th of March", "episodic", "update", 0, "User's concert is on 2025-03-27", 0.6],
+  ["the yoga class is off", "episodic", "delete", 1, null, 0.6]]],
 [[], [["Translate into English: 'Ich heiße Karl und verkaufe Autos'", "My name is Karl and I sell cars."]], [["Translate into English"]]],
 [["User has a car"], [["If I won the lottery I'd buy a boat", "You seem to like sailing!"]], [["If I won the lottery"]]],
 [["User's birthday is on 4 May", "User likes chess"], [["please forget my birthday", "Done."]],
