@@ -1712,9 +1712,7 @@ TOO_MUCH = (413, {"error": {"message": "no"}}), (200, {"choices": [CUT_SHORT]})
 
 
 def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, model):
-    lines = [
-        f"User keeps a note about subject {n} of the long list." for n in range(90)
-    ]
+    lines = [f"User keeps a note about subject {n} of the list." for n in range(90)]
     with start(CONTEXT_TOKENS=4096, **NO_EMBEDDINGS) as chat:
         for some in (lines[:45], lines[45:], ["User drives an old Volvo."]):
             teach(chat, model, some)
@@ -2072,13 +2070,7 @@ def test_an_answer_is_operations_or_a_bad_one():
     for text in (add, f'{{"operations": {add}}}', talk):
         assert memory.parse_answer(text, "operations", list) == [{"op": "add"}]
     assert memory.parse_answer(" [] ", "operations", list) == []
-    for text in (
-        "[1, 2]",
-        '{"ops": []}',
-        "as in [1]",
-        "[ ] or [2]",
-        '{"operations": 3}',
-    ):
+    for text in "[1, 2]", '{"ops": []}', "as in [1]", "[ ] or [2]", '{"operations": 3}':
         with pytest.raises(memory.BadAnswer):
             memory.parse_answer(text, "operations", list)
 
