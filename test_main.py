@@ -3566,6 +3566,19 @@ async def test_learning_that_cannot_be_written_is_tried_ever_less_often(
 
 
 @in_a_loop
+async def test_a_turn_whose_saving_waits_is_saved_though_it_is_cancelled(tmp_path):
+    async with remembering(tmp_path) as service, service.turn("ann", A) as turn:
+        async with service.locks.held("ann"):
+            saving = asyncio.create_task(turn.save("Hi!", "Hello."))
+            for _ in range(2):
+                await asyncio.sleep(0.01)
+                saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+    assert queries_in(tmp_path) == ["Hi!"]
+
+
+@in_a_loop
 async def test_a_full_disk_at_the_end_costs_vectors_alone(tmp_path, monkeypatch):
     async with remembering(tmp_path) as service:
         await say(service, "ann", A, "I like tea")
