@@ -813,25 +813,18 @@ class Endpoint:
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
         # A redirect would carry prompts elsewhere.
         known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
-        for pause in (0.5, 0):
+        again = True
+        while True:
             try:
-                return await self.request_once(method, f"{self.url}/{path}", known)
-            except Failure as error:
-                failure = error
-                if failure.code != UNAVAILABLE and failure.status != 408:
-                    break
-            await asyncio.sleep(pause)
-        raise failure
-
-    async def request_once(
-        self, method: str, url: str, known: Json
-    ) -> aiohttp.ClientResponse:
-        with self.noted():
-            answer = await self.http.request(method, url, **known)
-            if answer.status < 300:
-                return answer
-            said = await answer.text(errors="replace")
-            raise refusal(answer.status, said[:8000])
+                with self.noted():
+                    url = f"{self.url}/{path}"
+                    return await accepted(await self.http.request(method, url, **known))
+            except Failure as failure:
+                may_pass = failure.code == UNAVAILABLE or failure.status == 408
+                if not (again and may_pass):
+                    raise
+            again = False
+            await asyncio.sleep(0.5)
 
     async def send(
         self, path: str, request: Json, given: Json, patience: float = 1
@@ -974,21 +967,29 @@ UNREACHED = "The model's endpoint cannot be reached: check its URL and that it r
 NOT_AVAILABLE = "The model's endpoint is not available."
 
 
-def refusal(status: int, said: str) -> Failure:
-    """Return what a client is told where the endpoint answers with an error."""
+async def accepted(answer: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+    """Return an endpoint's answer; Failure: it is an error, told as a client may see it."""
+    status = answer.status
+    if status < 300:
+        return answer
+    said = (await answer.text(errors="replace"))[:8000]
     code, message = UNAVAILABLE, NOT_AVAILABLE
-    too_long = "context.(length|window|size)|maximum (context|model length|number of tokens)|too long|must have less"
     if status == 408:
         code, message = TIMEOUT, TOO_SLOW
-    elif status in (400, 413, 422) and re.search(too_long, said.lower()):
+    elif status in (400, 413, 422) and TOO_LONG_SAID.search(said):
         code, message = TOO_LONG, "The conversation does not fit the context."
     elif 400 <= status < 500 and status != 429:
         check = {401: " Check its key.", 404: " Check its URL and the model's name."}
         message = f"The model's endpoint refused the request ({status})."
         code, message = REJECTED, message + check.get(status, "")
-    return Failure(code, message, status, said)
+    raise Failure(code, message, status, said)
 
 
+TOO_LONG_SAID = re.compile(
+    "context.(length|window|size)|maximum (context|model length|number of tokens)"
+    "|too long|must have less",
+    re.IGNORECASE,
+)
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
 NO_EMBEDDINGS = "No embeddings: words alone are searched. Set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
