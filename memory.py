@@ -1643,7 +1643,9 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 def parse_answer(text: str, key: str, kind: type) -> Any:
     """Return one field of a JSON answer, also from a model that talks around it; or BadAnswer."""
-    decoder, text = json.JSONDecoder(), text.rpartition("</think>")[2]
+    decoder = json.JSONDecoder()
+    if not text.lstrip().startswith(("{", "[")):
+        text = text.rpartition("</think>")[2]
     for match in list(re.finditer(r"[{\[]", text))[:50]:
         try:
             value, _ = decoder.raw_decode(text, match.start())
@@ -1792,8 +1794,9 @@ class Embedder:
         assert self.embed
         found: dict[str, np.ndarray] = {}
         try:
-            for text, vector in zip(texts, await self.embed(texts), strict=True):
-                found[text] = unit_vector(vector)
+            vectors = map(unit_vector, await self.embed(texts))
+            pairs = list(zip(texts, vectors, strict=True))
+            found = {text: vector for text, vector in pairs if vector is not None}
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
         failed = [text for text in texts if text not in found]
@@ -1802,12 +1805,12 @@ class Embedder:
         return found
 
 
-def unit_vector(vector: Any) -> np.ndarray:
-    """Return a vector's direction (zero has none); ValueError: it is empty, or no numbers."""
+def unit_vector(vector: Any) -> np.ndarray | None:
+    """Return a vector's direction (zero has none); None: it is empty, or no numbers."""
     vector = np.asarray(vector, "float32").ravel()
     norm = float(np.linalg.norm(vector))
     if not vector.size or not math.isfinite(norm):
-        raise ValueError("no vector")
+        return None
     return vector / norm if norm else vector
 
 
@@ -1873,6 +1876,8 @@ class Memory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
+            ended.clear()  # it may be opened again
         for user in [user for user in self.users.values() if user.is_dirty()]:
             # What a full disk keeps from being written is made again.
             with suppress(NotFound, OSError):
@@ -2209,16 +2214,18 @@ class Learner:
         """Embed facts and messages that have no vector; tell whether none failed."""
         embedder = self.memory.embedder
         missing = list(dict.fromkeys(await user.run(user.missing)))
-        user.unembedded = []  # what fails is found again when it is searched
+        user.unembedded, complete = [], True  # what fails is found again when searched
         prefix = embedder.settings.document_prefix
         while missing and embedder.embed:
             batch, missing = missing[:32], missing[32:]  # some servers take no more
             found = await embedder.vectors([e.text for e in batch], 60, prefix)
             pairs = zip(batch, found, strict=True)
-            await user.run(user.remember, {e: v for e, v in pairs if v is not None})
-            if any(vector is None for vector in found):
-                return False
-        return True
+            made = {entry: vector for entry, vector in pairs if vector is not None}
+            await user.run(user.remember, made)
+            complete = complete and len(made) == len(batch)
+            if not made:  # the endpoint is away
+                break
+        return complete
 
     async def summarize(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""

@@ -2067,6 +2067,8 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
 def test_an_answer_is_operations_or_a_bad_one():
     add = '[{"op": "add"}]'
     talk = f'<think>{{"operations": []}}</think>Here: {add} See [1].'
+    quoted = '[{"op": "add", "text": "</think>"}]'
+    assert memory.parse_answer(quoted, "operations", list)[0]["text"] == "</think>"
     for text in (add, f'{{"operations": {add}}}', talk):
         assert memory.parse_answer(text, "operations", list) == [{"op": "add"}]
     assert memory.parse_answer(" [] ", "operations", list) == []
@@ -3563,6 +3565,28 @@ async def test_learning_that_cannot_be_written_is_tried_ever_less_often(
             while pauses[-3:] != [1.0, 2.0, 4.0]:
                 await asyncio.sleep(0.001)
         assert service.learner.totals["given up"] == 0
+
+
+@in_a_loop
+async def test_a_text_without_a_vector_holds_up_no_other_and_none_is_given_away(
+    tmp_path,
+):
+    async def one_bad(texts):
+        return [
+            [] if text == "User likes w0." else v
+            for text, v in zip(texts, await embedded(texts))
+        ]
+
+    async with remembering(tmp_path, embed=one_bad) as service:
+        for n in range(3):
+            await say(service, "ann", A, f"I like w{n}")
+        await all_learned(tmp_path)
+        user = service.users["ann"]
+        await happens(lambda: len(user.facts.by_id) == 2)
+    short = memory.Embedder(
+        lambda texts: embedded(texts[1:]), memory.Settings(), memory.Degraded()
+    )
+    assert await short.vectors(["a", "b", "c"], 5, "") == [None] * 3
 
 
 @in_a_loop
