@@ -1029,7 +1029,7 @@ class Service:
         looks = (endpoint.introduce(name) for name, endpoint in self.endpoints.items())
         await asyncio.gather(*looks)
         if "EMBEDDING_MODEL" in self.endpoints:
-            self.memory.use_model(self.endpoints["EMBEDDING_MODEL"].model)
+            self.memory.model = self.endpoints["EMBEDDING_MODEL"].model
         else:
             start_log.warning(NO_EMBEDDINGS)
         if await self.context_tokens() < 2048:
@@ -1119,7 +1119,7 @@ class Service:
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
         embedder = self.endpoints["EMBEDDING_MODEL"]
         if not embedder.model:
-            self.memory.use_model(await embedder.discover())
+            self.memory.model = await embedder.discover()
         body = {"model": embedder.model, "input": texts, "encoding_format": "base64"}
         found = (await embedder.ask("embeddings", body))["data"]
         found.sort(key=lambda row: row["index"])
