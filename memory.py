@@ -66,6 +66,7 @@ MAX_FACT_CHARS = 160
 BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 facts in 8
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
 BACK_OFF = 1.0  # seconds that a user waits after a failure, doubled up to 60
+PATIENCE = 5.0  # seconds for vectors that nobody waits for
 QUIET = 20.0  # seconds without a turn after which a user's vectors are written
 CACHE_BYTES = 16 << 20  # of all users' files, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
@@ -1793,7 +1794,8 @@ class Embedder:
         return await self.vectors(queries, limit, prefix)
 
     async def document_vectors(self, texts: list[str]) -> list[np.ndarray | None]:
-        return await self.vectors(texts, 60, self.settings.document_prefix)
+        # What comes later is kept for the next who asks.
+        return await self.vectors(texts, PATIENCE, self.settings.document_prefix)
 
     async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed

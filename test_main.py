@@ -3590,6 +3590,37 @@ async def test_a_text_without_a_vector_holds_up_no_other_and_none_is_given_away(
 
 
 @in_a_loop
+async def test_embeddings_that_hang_hold_up_nobodys_learning(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PATIENCE", 3600.0)
+
+    async def hang(texts):
+        await asyncio.Event().wait()
+
+    async with remembering(tmp_path, embed=hang, learn_concurrency=1) as service:
+        await say(service, "ann", A, "I like tea")
+        await happens(lambda: facts_in(tmp_path, "ann"))
+        await say(service, "bob", A, "I like jazz")
+        await happens(lambda: facts_in(tmp_path, "bob"))
+
+
+@in_a_loop
+async def test_embeddings_stay_degraded_until_the_endpoint_answers_again():
+    async def embed(texts):
+        if down:
+            raise OSError
+        return await embedded(texts)
+
+    degraded, down = memory.Degraded(), False
+    embedder = memory.Embedder(embed, memory.Settings(), degraded)
+    for text, down in [("a", False), ("b", True), ("a", True)]:
+        await embedder.vectors([text], 5, "")
+    assert "embeddings" in degraded  # "a" was known
+    down = False
+    await embedder.vectors(["b"], 5, "")
+    assert not degraded
+
+
+@in_a_loop
 async def test_a_turn_whose_saving_waits_is_saved_though_it_is_cancelled(tmp_path):
     async with remembering(tmp_path) as service, service.turn("ann", A) as turn:
         async with service.locks.held("ann"):
