@@ -54,6 +54,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from openai import AsyncOpenAI, OpenAI
 from starlette.requests import Request
+from starlette.responses import Response
 from tinydb import TinyDB
 
 import memory
@@ -74,25 +75,22 @@ class StandIn:
 
     def __init__(self):
         # Streams, of SSE events as dicts or bytes, and answers to learnings, as a str or
-        # a list of operations; or (status, body).
-        self.replies: deque = deque()
-        self.operations: deque = deque()
-        self.requests: list[dict] = []  # streamed
-        self.learnings: list[dict] = []
-        self.summaries: list[dict] = []
-        self.embedded: list[list[str]] = []
+        # a list of operations; or (status, value).
+        self.replies, self.operations = deque(), deque()
+        self.requests, self.learnings = [], []  # streamed or not
+        self.summaries, self.embedded, self.ranked = [], [], []
+        self.headers, self.paths = [], []  # whole URLs where this is taken for a proxy
+        self.connections = set()  # that streams came over
         self.closed = self.opened = 0  # streams: left by the client; open
         self.gate = threading.Event()  # streams wait at WAIT until it's set
         self.hold_learning = threading.Event()  # learnings wait while it's cleared
         self.hold_summaries = threading.Event()
-        self.ranked: list[dict] = []
-        self.ranking = by_number  # what a reranking is answered with; or (status, body)
+        self.ranking = (
+            by_number  # what a reranking is answered with; or (status, value)
+        )
         self.embeddings_down = False
         self.vector = bag_of_words
         self.pause = 0.0  # seconds between tokens
-        self.headers: list[dict] = []
-        self.paths: list[str] = []  # whole URLs where this is taken for a proxy
-        self.connections: set = set()  # that streams came over
         self.refuse = lambda request: None  # returns the message of a 400
         self.models_status, self.context = 200, 8192  # what the list of models tells
         self.summary = ""  # of any session; empty: what its turns say
@@ -105,89 +103,82 @@ class StandIn:
 
     async def __call__(self, scope, receive, send):
         request = json.loads(await Request(scope, receive).body() or "{}")
-        self.headers.append(dict(scope["headers"]))
         path, stream = scope["path"], request.get("stream")
+        self.headers.append(dict(scope["headers"]))
         self.paths.append(path)
         if path.endswith("/models"):
             model = {"id": "stand-in", "object": "model", "max_model_len": self.context}
-            models = {"object": "list", "data": [model]}
-            await self.json(send, models, self.models_status)
+            reply = self.models_status, {"object": "list", "data": [model]}
         elif path.endswith("/embeddings"):
-            await self.embed(request, send)
+            reply = self.embed(request["input"])
         elif path.endswith("/v1/rerank"):
-            self.ranked.append(request)
-            while (said := self.ranking(request)) is WAIT and not self.gate.is_set():
-                await asyncio.sleep(0.005)
-            status, value = said if isinstance(said, tuple) else (200, said)
-            await self.json(send, {} if value is WAIT else value, status)
+            reply = await self.rank(request)
         elif message := self.refuse(request):
             (self.requests if stream else self.learnings).append(request)
-            await self.json(send, {"error": {"message": message}}, 400)
+            reply = refused(400, message)
         elif stream:
+            self.requests.append(request)
+            reply = self.replies.popleft() if self.replies else improvise(request)
+        else:
+            reply = await self.complete(request)
+        if not isinstance(reply, tuple):
             self.connections.add(scope["client"])
             self.opened += 1
             try:
-                await self.stream(request, send, receive)
+                return await self.stream(reply, send, receive)
             finally:
                 self.opened -= 1
-        else:
-            await self.complete(request, send)
+        status, value, *headers = reply
+        content = value if isinstance(value, bytes) else json.dumps(value)
+        response = Response(content, status, *headers, media_type="application/json")
+        return await response(scope, receive, send)
 
-    async def json(self, send, value, status=200, headers=()):
-        headers = [(b"content-type", b"application/json"), *headers]
-        head = {"type": "http.response.start", "status": status, "headers": headers}
-        await send(head)
-        content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        await send({"type": "http.response.body", "body": content})
+    async def rank(self, request):
+        self.ranked.append(request)
+        while (said := self.ranking(request)) is WAIT and not self.gate.is_set():
+            await asyncio.sleep(0.005)
+        return said if isinstance(said, tuple) else (200, {} if said is WAIT else said)
 
-    async def embed(self, request, send):
-        self.embedded.append(request["input"])
+    def embed(self, texts):
+        self.embedded.append(texts)
         if self.embeddings_down:
-            await self.json(send, {"error": {"message": "down"}}, 500)
-            return
+            return refused(500)
         data = []
-        for n, text in enumerate(request["input"]):
+        for n, text in enumerate(texts):
             vector = self.vector(text)
             encoded = base64.b64encode(vector.tobytes()).decode()
             sent = vector.tolist() if n % 2 else encoded  # some send numbers
             data.append({"object": "embedding", "index": n, "embedding": sent})
-        await self.json(send, {"object": "list", "data": data, "model": "bag"})
+        return 200, {"object": "list", "data": data, "model": "bag"}
 
-    async def complete(self, request, send):
+    async def complete(self, request):
         format_ = (request.get("response_format") or {}).get("json_schema") or {}
         asked = json.loads(request["messages"][-1]["content"])
-        if format_.get("name") == "session_summary":
-            self.summaries.append(request)
-            while not self.hold_summaries.is_set():
-                await asyncio.sleep(0.01)
+        summary = format_.get("name") == "session_summary"
+        (self.summaries if summary else self.learnings).append(request)
+        while not (self.hold_summaries if summary else self.hold_learning).is_set():
+            await asyncio.sleep(0.01)
+        if summary:
             told = [asked["previous"], *(turn["query"] for turn in asked["turns"])]
-            text = self.summary or " / ".join(filter(None, told))[-400:]
-            content = json.dumps({"summary": text}, ensure_ascii=False)
+            content = {"summary": self.summary or " / ".join(filter(None, told))[-400:]}
         else:
-            self.learnings.append(request)
-            while not self.hold_learning.is_set():
-                await asyncio.sleep(0.01)
             content = self.operations.popleft() if self.operations else learn(asked)
-            if isinstance(content, tuple):
-                await self.json(send, content[1], content[0])
-                return
-            if isinstance(content, list):
-                content = json.dumps({"operations": content})
+        if isinstance(content, tuple):
+            return content
+        if isinstance(content, list):
+            content = {"operations": content}
+        if isinstance(content, dict):
+            content = json.dumps(content, ensure_ascii=False)
         message = {"role": "assistant", "content": content}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        await self.json(send, {"id": "x", "object": "chat.completion", "created": 0,
-                               "model": "stand-in", "choices": [choice]})  # fmt: skip
+        return 200, {"id": "x", "object": "chat.completion", "created": 0,
+                     "model": "stand-in", "choices": [choice]}  # fmt: skip
 
-    async def stream(self, request, send, receive):
-        self.requests.append(request)
-        reply = self.replies.popleft() if self.replies else improvise(request)
-        if isinstance(reply, tuple):
-            await self.json(send, reply[1], reply[0], *reply[2:])
-            return
+    async def stream(self, events, send, receive):
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         left = asyncio.ensure_future(receive())
-        for event in reply:
+        for event in events:
             while event is WAIT and not self.gate.is_set() and not left.done():
                 await asyncio.sleep(0.005)
             if left.done():
@@ -1214,7 +1205,7 @@ def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tm
 
 def test_no_redirect_is_followed(chat, model):
     with Server(StandIn()) as stranger:
-        headers = [(b"location", f"{stranger.url}/v1/chat/completions".encode())]
+        headers = {"location": f"{stranger.url}/v1/chat/completions"}
         model.replies += [(307, {}, headers)] * 2
         assert chat.ask("Hi!")[-1]["code"] == "upstream_unavailable"
     assert not stranger.app.headers
