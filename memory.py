@@ -1772,9 +1772,12 @@ class Embedder:
         self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
 
     async def vectors(
-        self, texts: list[str], timeout: float, prefix: str
+        self, texts: list[str], query: bool = True
     ) -> list[np.ndarray | None]:
-        """Return the vectors there in time, seconds; what is under way goes on."""
+        """Return the vectors there in time; what is under way goes on, for the next who asks."""
+        limit, prefix = self.settings.embedding_timeout, self.settings.query_prefix
+        if not query:
+            limit, prefix = PATIENCE, self.settings.document_prefix
         # Models take some 512 tokens; servers refuse more, or cut.
         texts = [cut(prefix + text, 1500) for text in texts]
         new = [text for text in dict.fromkeys(texts) if text not in self.asked]
@@ -1783,19 +1786,11 @@ class Embedder:
             if new:
                 self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
             asked = {self.asked[text] for text in texts}
-            for task in (await asyncio.wait(asked, timeout=timeout))[0]:
+            for task in (await asyncio.wait(asked, timeout=limit))[0]:
                 found |= task.result()
             if not found:
                 self.degraded.note("embeddings", failed=True)
         return [found.get(text) for text in texts]
-
-    async def query_vectors(self, queries: list[str]) -> list[np.ndarray | None]:
-        limit, prefix = self.settings.embedding_timeout, self.settings.query_prefix
-        return await self.vectors(queries, limit, prefix)
-
-    async def document_vectors(self, texts: list[str]) -> list[np.ndarray | None]:
-        # What comes later is kept for the next who asks.
-        return await self.vectors(texts, PATIENCE, self.settings.document_prefix)
 
     async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed
@@ -1928,7 +1923,7 @@ class Memory:
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
                 begun = await user.begin_turn(name, session_id)
-                yield Turn(self, user, session_id, *begun)
+                yield Turn(self, user, session_id, begun)
         finally:
             user.busy -= 1
             self.learner.schedule(user.key)
@@ -1936,7 +1931,7 @@ class Memory:
     async def search(self, user: User, query: str, k: int) -> tuple[Ranked, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
-        [vector] = await self.embedder.query_vectors([query])
+        [vector] = await self.embedder.vectors([query])
         ranked = await user.run(user.search_facts, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
         if self.rerank and ranked:
@@ -1982,7 +1977,7 @@ class Memory:
     ) -> list[list[Fact]]:
         """Return for each turn the k facts nearest to its query, by meaning and words."""
         queries = [turn.row["query"] for turn in batch]
-        vectors = await self.embedder.query_vectors(queries)
+        vectors = await self.embedder.vectors(queries)
 
         def search() -> list[list[Fact]]:
             each = []
@@ -2131,7 +2126,7 @@ class Learner:
         missing = await user.run(user.missing, turns) if embedder.embed else []
         for n in range(0, len(missing), 32):  # some servers take no more
             batch = missing[n : n + 32]
-            found = await embedder.document_vectors([entry.text for entry in batch])
+            found = await embedder.vectors([entry.text for entry in batch], query=False)
             pairs = zip(batch, found, strict=True)
             made = {entry: vector for entry, vector in pairs if vector is not None}
             await user.run(user.remember, made)
@@ -2295,18 +2290,9 @@ def find_markers(folder: Path) -> Counter[str]:
 class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        user: User,
-        session_id: str,
-        number: int,
-        state: State,
-        transcript: Transcript,
-        unlearned: list[Unlearned],
-    ):
+    def __init__(self, memory: Memory, user: User, session_id: str, begun: Begun):
         self.memory, self.user, self.session_id = memory, user, session_id
-        self.number, self.state, self.unlearned = number, state, unlearned
+        self.number, self.state, transcript, self.unlearned = begun
         self.summary = transcript.summary
         self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
         self.message = ""  # of the user, in this turn
@@ -2458,7 +2444,7 @@ class Turn:
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
-        [vector] = await self.memory.embedder.query_vectors([query])
+        [vector] = await self.memory.embedder.vectors([query])
         user, k = self.user, max(1, min(k, 10))
         found = await user.run(user.search_past, query, vector, k)
         self.memory.learner.schedule(user.key)  # some may have lost their vectors

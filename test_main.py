@@ -3472,7 +3472,7 @@ async def test_a_text_without_a_vector_holds_up_no_other_and_none_is_given_away(
     short = memory.Embedder(
         lambda texts: embedded(texts[1:]), memory.Settings(), memory.Degraded()
     )
-    assert await short.vectors(["a", "b", "c"], 5, "") == [None] * 3
+    assert await short.vectors(["a", "b", "c"]) == [None] * 3
 
 
 @in_a_loop
@@ -3499,10 +3499,10 @@ async def test_embeddings_stay_degraded_until_the_endpoint_answers_again():
     degraded, down = memory.Degraded(), False
     embedder = memory.Embedder(embed, memory.Settings(), degraded)
     for text, down in [("a", False), ("b", True), ("a", True)]:
-        await embedder.vectors([text], 5, "")
+        await embedder.vectors([text])
     assert "embeddings" in degraded  # "a" was known
     down = False
-    await embedder.vectors(["b"], 5, "")
+    await embedder.vectors(["b"])
     assert not degraded
 
 
