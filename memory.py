@@ -2113,14 +2113,16 @@ class Learner:
         rest = user.used + QUIET - asyncio.get_running_loop().time()
         if rest > 0:
             return rest
-        embedded = await self.embed_missing(user, None)
+        embedded = await self.embed_missing(user)
         if user.is_dirty():
             await user.run(user.save_vectors)
         if not embedded:
             raise NoAnswer("no embeddings")
         return math.inf
 
-    async def embed_missing(self, user: User, turns: list[Unlearned] | None) -> bool:
+    async def embed_missing(
+        self, user: User, turns: list[Unlearned] | None = None
+    ) -> bool:
         """Embed facts, and messages of turns (None: all), without a vector; tell whether none failed."""
         embedder, complete = self.memory.embedder, True
         missing = await user.run(user.missing, turns) if embedder.embed else []
