@@ -3202,10 +3202,6 @@ def facts_in(folder, user="ann"):
     return [fact["text"] for fact in tables_in(folder, user)["facts"].values()]
 
 
-def unlocked(folder):
-    return memory.User(memory.Memory(folder, scripted, embedded, "bag"), "ann")
-
-
 def queries_in(folder, session=A, user="ann"):
     return [row["query"] for row in rows_in(folder, user, session)]
 
@@ -3818,40 +3814,37 @@ def talkative(start, monkeypatch):
         for user in ("Žofie", "ann"):
             leave_strays(chat.folder / memory.folder_name(user))
         found = traces(chat.folder, "User likes saffron.", "I like saffron")
-        names = {
-            f"ann/{name}" for name in ("memory.json", "memory.faiss", "turns.faiss")
+        names = "memory.json", "memory.faiss", "turns.faiss", f"{A}.json"
+        assert {f"ann/{name}" for name in names} <= {
+            path.split(":")[0] for path in found
         }
-        assert names | {f"ann/{A}.json"} <= {line.partition(":")[0] for line in found}
         assert "saffron" in chat.tables(f"{A}.json")["summary"][0]["summary"]
         assert (chat.folder / "ann" / f"{A}.2.json").exists()
         yield chat
 
 
-@pytest.mark.parametrize("one", [True, False], ids=["one", "all"])
-def test_a_deleted_fact_leaves_no_trace(talkative, one):
+@pytest.mark.parametrize("what, left", [("fact", 5), ("facts", 0), ("session", 6)])
+def test_what_is_deleted_leaves_no_trace(talkative, what, left):
     chat, folder = talkative, talkative.folder / memory.folder_name("Žofie")
-    facts = chat.memories("Žofie")
-    id = next(fact["id"] for fact in facts if "saffron" in fact["text"])
-    chat.delete(f"/users/Žofie/memories/{id}" if one else "/users/Žofie/memories")
-    gone = ["User likes saffron."] if one else [f["text"] for f in facts]
-    assert traces(folder, *gone, id) == []
+    ids = {fact["text"]: fact["id"] for fact in chat.memories("Žofie")}
+    id, words = ids["User likes saffron."], ("saffron", "basil", "cumin", "rue")
+    said = [f"I like {word}" for word in words]
+    path, gone = {
+        "fact": (f"memories/{id}", ["User likes saffron.", id]),
+        "facts": ("memories", [*ids, id]),
+        "session": (f"sessions/{A}", said + [f"Noted: {text} " for text in said]),
+    }[what]
+    chat.delete(f"/users/Žofie/{path}")
+    assert traces(folder, *gone) == []
+    if what == "session":
+        assert not [name for name in files(folder) if A in name]
+        chat.tell("Hello.", A, "Žofie")  # it is begun again
+        assert [turn["query"] for turn in chat.turns(B, folder.name)] == [
+            "I like anise"
+        ]
     write_indexes(chat)
-    assert traces(folder, *gone, id) == []
-    assert len(chat.facts("ann")) == 6 and len(chat.facts("Žofie")) == (5 if one else 0)
-
-
-def test_a_deleted_session_leaves_no_trace(talkative):
-    chat, user = talkative, memory.folder_name("Žofie")
-    chat.delete(f"/users/Žofie/sessions/{A}")
-    words = [f"I like {word}" for word in ("saffron", "basil", "cumin", "rue")]
-    words += [f"Noted: {text} " for text in words]
-    assert traces(chat.folder / user, *words) == []
-    assert not [name for name in files(chat.folder / user) if A in name]
-    chat.tell("Hello.", A, "Žofie")  # it is begun again
-    write_indexes(chat)
-    assert traces(chat.folder / user, *words) == []
-    assert len(chat.facts("Žofie")) == 6
-    assert [turn["query"] for turn in chat.turns(B, user)] == ["I like anise"]
+    assert traces(folder, *gone) == []
+    assert (len(chat.facts("ann")), len(chat.facts("Žofie"))) == (6, left)
 
 
 def test_a_deleted_user_leaves_no_trace(talkative):
@@ -3861,7 +3854,7 @@ def test_a_deleted_user_leaves_no_trace(talkative):
     with streamed(chat, "I like pepper", B, "Žofie") as events:
         until(events, "memory")
         chat.delete("/users/Žofie")
-    wait_for(lambda: all(e.task.done() for e in chat.service.running))
+    wait_for(lambda: not running(chat))
     write_indexes(chat)
     words = ["saffron", "basil", "cumin", "anise", "pepper"]
     words += [f"I like {word}" for word in words] + ["User likes saffron."]
@@ -3880,7 +3873,7 @@ def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_
         model.hold_learning.clear()
         there.ask("I like jazz", A)
         wait_for(lambda: len(model.learnings) == 2)
-        model.replies.append([*says("So ")[:2], WAIT, *says("be it.")])
+        model.replies.append([*HELLO, WAIT, *says("be it.")])
         with streamed(there, "I like opera", B) as events:
             until(events, "token")
             here.delete("/users/ann")
@@ -3890,7 +3883,7 @@ def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_
         assert there.tell("I like rain", A)[-1]["turn"] == 1
         assert there.facts() == here.facts() == ["User likes rain."]
         there.process.terminate()
-        there.process.wait(20)
+        exited(there)
         assert traces(tmp_path, "jazz", "opera", "User likes tea.", "I like tea") == []
 
 
@@ -3903,7 +3896,7 @@ def die_while_something_is_deleted(root):
     asyncio.run(live(root / "all", words[-1], session=B))
     leave_strays(root / "all/ann")
     facts = tables_in(root / "all")["facts"].values()
-    id = next(fact["id"] for fact in facts if "saffron" in fact["text"])
+    [id] = [fact["id"] for fact in facts if "saffron" in fact["text"]]
     learned = [f"User likes {word[7:]}." for word in words]
     for delete, arguments, gone, facts in (
         (memory.delete_session, (A,), [*said, "I like figs"], 7),
@@ -3914,7 +3907,10 @@ def die_while_something_is_deleted(root):
 
         def deletes(folder, delete=delete, arguments=arguments):
             with suppress(memory.NotFound):
-                delete(unlocked(folder), *arguments)
+                user = memory.User(
+                    memory.Memory(folder, scripted, embedded, "bag"), "ann"
+                )
+                delete(user, *arguments)
 
         for folder, died in every_step(root, deletes):
             asyncio.run(live(folder))
