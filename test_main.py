@@ -919,9 +919,7 @@ def test_sessions_of_a_user_share_facts_but_not_transcripts(chat, model):
     assert "Zebra" not in json.dumps(other)
 
 
-def test_requests_at_once_on_one_session_are_answered_in_order_sixteen_wait(
-    chat, model
-):
+def test_requests_to_one_session_are_answered_in_order_and_sixteen_wait(chat, model):
     model.replies.append([WAIT, *says("First.")])
     turns = [in_background(chat.ask, "One")]
     wait_for(lambda: model.requests)
@@ -1164,10 +1162,10 @@ def test_what_is_no_answer_is_no_bad_one(chat, model, status, said, caplog):
 
 
 def test_a_bug_of_ours_tells_the_client_nothing(chat, model, monkeypatch):
-    monkeypatch.setattr(tools, "schema", failing(7))
+    monkeypatch.setattr(tools, "schema", None)
     events = chat.ask("Hi!")
     assert (events[-1]["type"], events[-1]["code"]) == ("error", "internal")
-    assert os.strerror(7) not in events[-1]["message"]
+    assert "NoneType" not in events[-1]["message"]
     assert chat.turns()[0]["status"] == "error"
 
 
@@ -1535,10 +1533,8 @@ def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
     assert (fact["text"], fact["source"]) == (paris, f"{A}/2")
     assert fact["kind"] == "episodic"
     events = [(r["event"], r["old_memory"], r["new_memory"]) for r in tables["history"]]
-    assert events == [
-        *(("ADD", None, text) for text in (lyon, cat)),
-        ("UPDATE", lyon, paris), ("DELETE", cat, None),
-    ]  # fmt: skip
+    changes = [("UPDATE", lyon, paris), ("DELETE", cat, None)]
+    assert events == [("ADD", None, lyon), ("ADD", None, cat), *changes]
 
 
 def test_operations_that_fail_the_gate_are_dropped_alone(chat, model):
@@ -1554,16 +1550,6 @@ def test_operations_that_fail_the_gate_are_dropped_alone(chat, model):
     [fact] = chat.memories()
     assert (fact["text"], fact["kind"]) == ("User drinks tea.", "episodic")
     assert fact["importance"] == 0.5
-
-
-def test_nothing_is_learned_from_the_assistant_hints_or_tools(chat, model):
-    chat.tell("I like chess")
-    model.replies += [sum_of(1), says("You have a dog named Rex, and 4.")]
-    texts = {"User has a dog.": "You have a dog named Rex", "User likes 4.": '"4"'}
-    texts["User likes chess a lot."] = "User likes chess"
-    model.operations.append([add(*operation) for operation in texts.items()])
-    chat.tell("What is 2+2?")
-    assert chat.facts() == ["User likes chess."]
 
 
 def test_what_is_said_again_reinforces_and_what_differs_does_not(chat, model):
@@ -1608,7 +1594,7 @@ def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, m
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "refused"])
-def test_a_learning_refused_or_cut_is_made_smaller_and_given_up_where_others_succeed(
+def test_a_refused_learning_is_made_smaller_and_given_up(
     start, model, monkeypatch, cut
 ):
     half = {"message": {"content": '{"operations": ['}, "finish_reason": "length"}
@@ -1737,6 +1723,8 @@ GATE_CASES = [
     ("quote-short-part", [], ["I am vegan"], [("add", None, "User is vegan", "vegan")], []),
     ("quote-invented", [], ["Recommend a restaurant in Rome"], [("add", None, "User lives in Rome", "I live in Rome")], []),
     ("quote-across-turns", [], ["I live in", "Lyon today"], [("add", None, "User lives in Lyon", "I live in Lyon")], []),
+    ("quote-of-the-answer", [], [("What is 2+2?", "You have a dog named Rex, and 4.")], [("add", None, "User has a dog.", "You have a dog named Rex")], []),
+    ("quote-of-a-fact", ["User likes chess"], ["What is 2+2?"], [("add", None, "User likes chess a lot.", "User likes chess")], []),
     ("quote-punctuation", [], ["?!?!?!?!"], [("add", None, "User is confused often", "?!?!?!?!")], []),
     ("quote-hindi", [], ["मैं दिल्ली में रहता हूँ"], [("add", None, "उपयोगकर्ता दिल्ली में रहता है", "मैं दिल्ली में रहता हूँ")], [0]),
     ("quote-turkish", [], ["İstanbul'da yaşıyorum"], [("add", None, "Kullanıcı İstanbul'da yaşıyor", "istanbul'da yaşıyorum")], [0]),
@@ -2085,29 +2073,26 @@ def teach(chat, model, texts, user="ann", kind="episodic"):
 
 def test_all_facts_or_one_embedding_stand_before_the_first_token(start, model):
     prefixes = {
-        "EMBEDDING_QUERY_PREFIX": "query: ",
-        "EMBEDDING_DOCUMENT_PREFIX": "text: ",
+        f"EMBEDDING_{kind}_PREFIX": f"{kind}: " for kind in ("QUERY", "DOCUMENT")
     }
     query = "When did I visit Lima?"
-    for room, embedded in ((350, []), (60, [[f"query: {query}"]])):
+    for room, embedded in ((350, []), (60, [[f"QUERY: {query}"]])):
         with start(HINT_TOKENS=room, **prefixes) as chat:
             if not embedded:
                 teach(chat, model, PLACES)
-                assert f"text: {PLACES[1]}" in flat(model.embedded)
-            model.embedded.clear()
+                assert f"DOCUMENT: {PLACES[1]}" in flat(model.embedded)
+            before = len(model.embedded), len(model.learnings)
             model.gate.clear()
             model.replies.append([WAIT, *says("ok")])
-            learnings = len(model.learnings)
             with streamed(chat, query, session=B) as events:
                 facts = until(events, "memory")["facts"]
-                assert model.embedded == embedded
-                assert len(model.learnings) == learnings
+                assert model.embedded[before[0] :] == embedded
+                assert len(model.learnings) == before[1]
                 model.gate.set()
                 assert until(events, "done")
             chat.learned()
-            kept = {fact["id"]: fact["text"] for fact in chat.memories()}
-            shown = {fact["id"]: fact["text"] for fact in facts}
-            assert shown == kept if not embedded else [*shown.values()] == [PLACES[7]]
+            texts = [fact["text"] for fact in facts]
+            assert texts == ([PLACES[7]] if embedded else chat.facts())
             for fact in facts:
                 assert fact.keys() == {"id", "text", "kind", "score"}
                 assert fact["kind"] == "episodic" and 0 < fact["score"] <= 1
@@ -2494,11 +2479,8 @@ class Recall:
 def test_a_schema_is_made_of_the_signature_and_the_docstring():
     made = tools.schema(measure)["function"]
     assert (made["name"], made["description"]) == ("measure", "Return a height.")
-    unit = {"type": "string", "default": "m"}
-    assert made["parameters"]["properties"] == {
-        "title": {"type": "number"},
-        "unit": unit,
-    }
+    known = {"title": {"type": "number"}, "unit": {"type": "string", "default": "m"}}
+    assert made["parameters"]["properties"] == known
     assert made["parameters"]["required"] == ["title"]
     assert list(tools.TOOLS) == ["calculate", "current_time", "convert_units"]
     for wrong in (lambda x: x), (lambda *x: x), call_piece:
@@ -3293,9 +3275,7 @@ async def test_a_fact_that_was_changed_meanwhile_is_not_forgotten(tmp_path):
 
 
 @in_a_loop
-async def test_learning_that_cannot_be_written_is_tried_ever_less_often(
-    tmp_path, monkeypatch
-):
+async def test_learning_that_fails_is_tried_ever_less_often(tmp_path, monkeypatch):
     pauses, timeout = [], asyncio.timeout
 
     def shortened(delay):
@@ -3550,17 +3530,13 @@ async def test_a_lock_is_held_until_its_thread_has_ended(tmp_path):
         begun.set()
         go_on.wait(20)
 
-    async def get_in():
-        async with other.locks.held("ann"):
-            pass
-
     (tmp_path / "link").symlink_to(tmp_path / "data")
     (tmp_path / "data").mkdir()
     here, there = remembering(tmp_path / "data"), remembering(tmp_path / "link")
     async with here as service, there as other:
         holder = asyncio.create_task(service.user("ann").run(slowly))
         await asyncio.to_thread(begun.wait, 20)
-        getting_in = asyncio.create_task(get_in())
+        getting_in = asyncio.create_task(other.user("ann").run(int))
         for _ in range(2):  # cancelled, and cancelled again
             holder.cancel()
             await asyncio.sleep(0.05)
@@ -4669,7 +4645,7 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
         assert chat.facts() == ["User likes tea."]
 
 
-@pytest.mark.parametrize("seconds, looks", [(3600.0, 0), (0.0, 3)])
+@pytest.mark.parametrize("seconds, looks", [(3600.0, 0), (0.0, 4)])
 def test_a_look_at_health_holds_and_leaves_no_trace(start, model, seconds, looks):
     with start(LOOK_AFTER=seconds) as chat:
         chat.ask("I like tea.")
