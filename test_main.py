@@ -2284,9 +2284,9 @@ def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, m
         summary = chat.session().json()["summary"]
         assert "message 1" in summary
         system, *messages = model.requests[-1]["messages"]
-        assert system["role"] == "system" and "message 3" in system["content"]
+        assert system["role"] == "system" and "message 4" in system["content"]
         users = [m["content"] for m in messages if m["role"] == "user"]
-        assert users[0] == "message 4" and users[-1].endswith("message 7")
+        assert users[0] == "message 5" and users[-1].endswith("message 7")
         prompts = [request["messages"] for request in model.requests]
         folds = [a[:-1] != b[: len(a) - 1] for a, b in pairwise(prompts)]
         assert sum(folds) == 1
@@ -3287,30 +3287,30 @@ async def test_learning_that_fails_is_tried_ever_less_often(tmp_path, monkeypatc
         monkeypatch.setattr(os, "replace", failing(errno.ENOSPC))
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "timeout", shortened)
-            while pauses[-3:] != [1.0, 2.0, 4.0]:
+            for _ in range(10_000):
                 await asyncio.sleep(0.001)
+                if {1.0, 2.0, 4.0} <= {*pauses}:
+                    break
+        tried = [pause for pause in pauses if pause in (1.0, 2.0, 4.0)]
+        assert tried[:3] == [1.0, 2.0, 4.0]
         assert service.learner.totals["given up"] == 0
 
 
 @in_a_loop
-async def test_a_text_without_a_vector_holds_up_no_other_and_none_is_given_away(
-    tmp_path,
-):
-    async def one_bad(texts):
-        return [
-            [] if text == "User likes w0." else v
-            for text, v in zip(texts, await embedded(texts))
-        ]
+async def test_a_text_without_a_vector_holds_up_no_other(tmp_path):
+    async def embed(texts):
+        vectors = await embedded(texts)
+        if texts == ["a", "b", "c"]:
+            return vectors[1:]  # whose is whose is not known
+        return [v if "w0" not in text else [] for text, v in zip(texts, vectors)]
 
-    async with remembering(tmp_path, embed=one_bad) as service:
+    async with remembering(tmp_path, embed=embed) as service:
         for n in range(3):
             await say(service, "ann", A, f"I like w{n}")
         await all_learned(tmp_path)
         user = service.users["ann"]
         await happens(lambda: len(user.facts.by_id) == 2)
-    short = memory.Embedder(
-        lambda texts: embedded(texts[1:]), memory.Settings(), memory.Degraded()
-    )
+    short = memory.Embedder(embed, memory.Settings(), memory.Degraded())
     assert await short.vectors(["a", "b", "c"]) == [None] * 3
 
 
