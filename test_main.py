@@ -520,12 +520,6 @@ def until(events, type):
     return next(event for event in events if event["type"] == type)
 
 
-def saved_turn(chat, session=A):
-    wait_for((chat.folder / "ann" / f"{session}.json").exists)
-    [turn] = chat.turns(session)
-    return turn
-
-
 def files(folder):
     """Return the names of all files and folders below one, but for Mem0's of its own."""
     paths = (str(path.relative_to(folder)) for path in folder.rglob("*"))
@@ -560,20 +554,16 @@ def sum_of(n):
     return calls(("calculate", {"expression": f"{n}+1"}))
 
 
-def http_of(method, path, body=None):
-    content = json.dumps(body).encode() if body else b""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: {'close' if body else 'keep-alive'}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"  # fmt: skip
-    return head.encode() + content
-
-
 @contextmanager
-def unread(chat, request):
-    """Send a request on a connection from which nothing is read; yield its socket."""
-    host, port = chat.url.removeprefix("http://").split(":")
+def unread(chat, message="A long answer, please."):
+    """Say something on a connection from which nothing is read; yield its socket."""
+    content = json.dumps(GOOD | {"message": message})
+    head = "POST /chat HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # does not grow
-        client.connect((host, int(port)))
-        client.sendall(request)
+        client.connect(("127.0.0.1", httpx.URL(chat.url).port))
+        client.sendall((head + content).encode())
         yield client
 
 
@@ -598,10 +588,9 @@ def bearer(token):
 def process(folder, url, **environment):
     """Run the service as `uvicorn main:app` does, and kill it in the end."""
     known = {"OPENAI_BASE_URL": url, "EMBEDDING_BASE_URL": url, "DATA_DIR": str(folder)}
-    known |= {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
-    known |= {"UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "10"}
+    known |= {"UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "10", "PATH": os.environ["PATH"]}
     known |= {"UVICORN_HTTP": "h11", "UVICORN_LOOP": "asyncio"} | environment
-    command = [sys.executable, "-m", "uvicorn", "main:app", "--port", "0"]
+    command = [sys.executable, "-B", "-m", "uvicorn", "main:app", "--port", "0"]
     here = {"cwd": Path(tools.__file__).parent, "stdin": subprocess.DEVNULL}
     with (
         tempfile.NamedTemporaryFile() as out,
@@ -967,9 +956,9 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model, 
         assert until(events, "token" if said else "memory")
         wait_for(lambda: model.requests)
     wait_for(lambda: model.closed == 1)
-    turn = saved_turn(chat)
-    assert (turn["status"], turn["response"]) == ("interrupted", said)
     chat.learned()
+    [turn] = chat.turns()
+    assert (turn["status"], turn["response"]) == ("interrupted", said)
     assert chat.facts() == ["User likes tea."] and not model.gate.is_set()
     assert chat.ask("Go on.")[-1]["turn"] == 2
     replayed = [m["content"] for m in model.requests[1]["messages"][1:-1]]
@@ -979,14 +968,13 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model, 
 FLOOD = "word " * 2000
 LONG_ANSWER = says(*[FLOOD] * 800)
 LARGE = 1 << 24  # tokens
-ASKED = http_of("POST", "/chat", GOOD | {"message": "A long answer, please."})
 
 
 def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, model):
     model.replies += [says(*[FLOOD] * 80), [*LONG_ANSWER[:-2], WAIT]]
     with start(CONTEXT_TOKENS=LARGE) as chat:
         assert answer(chat.ask("A long answer, please.")) == FLOOD * 80
-        with unread(chat, ASKED) as client:
+        with unread(chat) as client:
             wait_for(lambda: model.closed == 1)  # nobody waits: the model is stopped
             wait_for(lambda: len(chat.turns()) == 2)
             assert chat.turns()[1]["status"] == "interrupted"
@@ -1001,7 +989,7 @@ def test_an_answer_that_nobody_reads(start, model, server_log, patience):
     settings = {"MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
     settings |= {"READ_TIMEOUT": patience, "CONTEXT_TOKENS": LARGE}
     with start(**settings) as chat:
-        with unread(chat, ASKED):
+        with unread(chat):
             wait_for((chat.folder / "ann" / f"{A}.json").exists)
             wait_for(lambda: not running(chat))
             assert chat.turns()[0]["status"] == "complete"
@@ -1037,15 +1025,15 @@ def test_a_client_that_leaves_stops_the_tool_that_runs(chat, model, monkeypatch)
     with streamed(chat, "I like tea.") as events:
         assert until(events, "tool_result")["name"] == "calculate"
     assert stopped.wait(20)
-    assert saved_turn(chat)["status"] == "interrupted" and len(model.requests) == 1
-    assert answer(chat.ask("And now?"))
+    assert answer(chat.ask("And now?")) and len(model.requests) == 2
+    assert chat.turns()[0]["status"] == "interrupted"
 
 
 def test_a_client_that_leaves_the_queue_lets_the_next_one_in(chat, model):
     model.replies += [[WAIT, *says("First.")], says("Third.")]
     first = in_background(chat.ask, "One")
     wait_for(lambda: model.requests)
-    with unread(chat, http_of("POST", "/chat", GOOD | {"message": "Two"})):
+    with unread(chat, "Two"):
         wait_for(lambda: running(chat) == 2)
     wait_for(lambda: running(chat) == 1)
     third = in_background(chat.ask, "Three")
@@ -2852,8 +2840,7 @@ def refusing(part, text):
 
 
 def warnings(caplog):
-    said = "left out for ten minutes"
-    return [r.message for r in caplog.records if said in r.message]
+    return [m for m in caplog.messages if "left out for ten minutes" in m]
 
 
 @pytest.mark.parametrize("part, text", REFUSALS.values(), ids=REFUSALS)
@@ -3133,8 +3120,11 @@ def every_step(root, function):
 @in_a_loop
 async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
     unreadable = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
-    unreadable += [{"rounds": "1"}, {"tools": [{"name": object()}]}]
-    unreadable += [{"query": "\ud800"}]
+    unreadable += [
+        {"rounds": "1"},
+        {"tools": [{"name": object()}]},
+        {"query": "\ud800"},
+    ]
     async with remembering(tmp_path) as service, service.turn("ann", A) as turn:
         for wrong in unreadable:
             with pytest.raises(ValueError):
@@ -3147,15 +3137,12 @@ async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
 
 def rows_in(folder, user, session):
     """Return a transcript's turns: numbered without a gap, and the same where they stand twice."""
-    newest, rows = folder / user / f"{session}.json", {}
-    paths = folder.glob(f"{user}/{session}.*.json")
-    paths = sorted(paths, key=lambda path: int(path.name.split(".")[1]))
-    for path in paths + [newest] * newest.exists():
+    rows = {}
+    for path in folder.glob(f"{user}/{session}*.json"):
         for row in json.loads(path.read_bytes()).get("turns", {}).values():
             assert rows.setdefault(row["turn"], row) == row, path
     first = min(rows, default=1)
-    assert list(rows) == list(range(first, first + len(rows)))
-    return list(rows.values())
+    return [rows.pop(n) for n in range(first, first + len(rows))]
 
 
 def die_while_learning(root):
@@ -3193,11 +3180,9 @@ def test_a_full_disk_is_storage_failed_and_there_is_room_again(model, tmp_path):
         chat.tell("I like tea.")
         before = {path: path.read_bytes() for path in tmp_path.rglob("ann/*.json")}
         # As on a full disk, every write fails: at once, or after a part of it.
-        for room in (0, 200, resource.RLIM_INFINITY):
-            limits = room, resource.RLIM_INFINITY
-            resource.prlimit(chat.process.pid, resource.RLIMIT_FSIZE, limits)
-            if room == resource.RLIM_INFINITY:
-                break
+        for room in (0, 200):
+            limit = resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY)
+            resource.prlimit(chat.process.pid, *limit)
             for session, user in ((A, "bob"), (A, "ann"), (B, "ann")):
                 event = chat.ask("I like jazz.", session, user)[-1]
                 assert (event["type"], event["code"]) == ("error", "storage_failed")
@@ -3205,6 +3190,9 @@ def test_a_full_disk_is_storage_failed_and_there_is_room_again(model, tmp_path):
             assert chat.facts() == ["User likes tea."]
             found = {path: path.read_bytes() for path in tmp_path.rglob("ann/*.json")}
             assert found == before and not list(tmp_path.rglob("*.tmp"))
+        resource.prlimit(
+            chat.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2
+        )
         assert chat.ask("Hi!", user="bob")[-1]["turn"] == 1
         assert "storage" not in chat.health()["degraded"]
         assert chat.tell("I like jazz.")[-1]["turn"] == 2
@@ -3247,15 +3235,14 @@ def test_a_marker_that_cannot_be_unlinked_doubles_nothing(chat, monkeypatch):
 
 @in_a_loop
 async def test_a_fact_that_was_changed_meanwhile_is_not_forgotten(tmp_path):
-    async with remembering(tmp_path) as service:
-        await say(service, "ann", A, "I like tea")
-        await all_learned(tmp_path)
-        async with service.turn("ann", B) as turn:
-            [fact] = turn.state.facts.values()
-            before = [(1.0, {**fact, "text": "User likes milk."})]
-            turn.user.search_facts = lambda *_: before
-            assert "Nothing was forgotten" in await turn.forget_memory("milk")
-        assert len(facts_in(tmp_path)) == 1
+    await asyncio.to_thread(asyncio.run, live(tmp_path, "I like tea"))
+    async with remembering(tmp_path) as service, service.turn("ann", B) as turn:
+        [fact] = turn.state.facts.values()
+        turn.user.search_facts = lambda *_: [
+            (1.0, {**fact, "text": "User likes milk."})
+        ]
+        assert "Nothing was forgotten" in await turn.forget_memory("milk")
+    assert len(facts_in(tmp_path)) == 1
 
 
 @in_a_loop
@@ -4003,7 +3990,7 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
     model.replies.append(reply())
     known = {"CONTEXT_TOKENS": str(LARGE), "UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "1"}
     with process(tmp_path, model.url, **known) as chat:
-        with unread(chat, ASKED) as client:
+        with unread(chat) as client:
             cut_off = tmp_path / "ann" / f"{A}.json"  # more than is held for anyone
             wait_for(lambda: sent.is_set() or cut_off.exists())
             chat.process.send_signal(signal.SIGTERM)
