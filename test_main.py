@@ -973,8 +973,8 @@ def test_an_answer_that_nobody_reads(start, model, server_log, patience):
         with unread(chat):
             wait_for((chat.folder / "ann" / f"{A}.json").exists)
             wait_for(lambda: not running(chat))
-            assert chat.turns()[0]["status"] == "complete"
             if patience == 60.0:
+                assert chat.turns()[0]["status"] == "complete"
                 assert chat.post("Me too.", B).status_code == 503
             else:
                 wait_for(lambda: chat.post("Me too.", B).status_code == 200)
@@ -3922,7 +3922,8 @@ def test_users_beyond_the_bound_are_closed_and_opened_again(start, model, monkey
         model.operations += [refused(500)] * 99
         for user in users:  # whose learning fails, too
             chat.ask("I like jazz", user=user)
-        wait_for(lambda: len(known) <= 4 and chat.health()["pending"] == 12)
+        wait_for(lambda: len(known) <= 4)
+        assert chat.health()["pending"] == 12
 
 
 def exited(chat):
