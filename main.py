@@ -29,7 +29,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -53,18 +53,21 @@ from memory import Hints, Memory, Message, NotFound
 
 # --- Settings ---
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value", int, float, str)
+MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
 
 
-def setting(name: str, default: Number, least: float = 0) -> Number:
-    """Return a number from the environment, of the default's type; else end start-up."""
-    text = os.environ.get(name) or str(default)
+def setting(name: str, default: Value) -> Value:
+    """Return a setting from the environment, of the default's type; else end start-up."""
+    text, kind = os.environ.get(name) or str(default), type(default)
+    if isinstance(default, str):
+        return text
+    least = 0.001 if kind is float else int(name not in MAY_BE_ZERO)
     with suppress(ValueError):
-        value = type(default)(text)
+        value = kind(text)
         if least <= value < math.inf:
             return value
-    kind = type(default).__name__
-    raise SystemExit(f"{name} must be of type {kind}, at least {least}, not {text!r}")
+    raise SystemExit(f"{name} must be {kind.__name__}, at least {least}, not {text!r}")
 
 
 def address(name: str) -> str:
@@ -88,26 +91,16 @@ EMBEDDING_API_KEY = env("EMBEDDING_API_KEY", "").strip() or OPENAI_API_KEY or "E
 EMBEDDING_MODEL = env("EMBEDDING_MODEL", "")
 if not (EMBEDDING_MODEL or EMBEDDING_BASE_URL or BASE_URL):
     EMBEDDING_MODEL = "text-embedding-3-small"
-EMBEDDING_TIMEOUT = setting(
-    "EMBEDDING_TIMEOUT", 2.0, 0.001
-)  # seconds, before a first token
-EMBEDDING_QUERY_PREFIX = env("EMBEDDING_QUERY_PREFIX", "")
-EMBEDDING_DOCUMENT_PREFIX = env("EMBEDDING_DOCUMENT_PREFIX", "")
 RERANK_BASE_URL = address("RERANK_BASE_URL")  # empty: no reranking
 RERANK_API_KEY = env("RERANK_API_KEY", "").strip() or "EMPTY"
 RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
-RERANK_TIMEOUT = setting("RERANK_TIMEOUT", 0.5, 0.001)  # seconds
-MAX_ROUNDS = setting("MAX_ROUNDS", 8, 1)  # requests to the model in one turn
-TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0, 0.001)  # seconds, each call
-UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0, 0.001)  # seconds without a byte
+MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
+TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
+UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
-MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256, 1)
-HINT_TOKENS = setting("HINT_TOKENS", 350)  # of hints in one prompt
-HINT_K = setting("HINT_K", 8)  # facts retrieved, beside the profile
-HISTORY_TURNS = setting("HISTORY_TURNS", 6, 1)  # verbatim turns that a summary leaves
-SUMMARIES = setting("SUMMARIES", 1)  # 0: old turns are dropped, not summarised
-MAX_FACTS = setting("MAX_FACTS", 2000, 1)  # a user
-LEARN_CONCURRENCY = setting("LEARN_CONCURRENCY", 4, 1)  # learning calls at once
+MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
+tunable = asdict(memory.Settings()).items()
+MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in tunable})
 try:
     CHAT_EXTRA_BODY = {**json.loads(env("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
@@ -453,17 +446,16 @@ class AgentRun:
             room = await self.service.context_tokens() * 3 // 4
             room -= memory.count_tokens(json.dumps(self.prompt))
             try:
-                messages, hints = memory.fit_context(
-                    SYSTEM, turn.summary, turn.turns, hints, text, room, HISTORY_TURNS
-                )
+                known = SYSTEM, turn.summary, turn.turns, hints, text, room
+                messages, hints = memory.fit_context(*known, MEMORY.history_turns)
             except ValueError:
                 raise Failure(TOO_LONG, "The message is too long.") from None
         else:
             block = hints.block() if turn else ""
             messages = around_history(history or [], block)
         self.prompt["messages"] = messages
-        known = {"facts": hints.facts, "pending": len(hints.said)}
-        self.events.emit("memory", **known, degraded=hints.degraded)
+        shown = {"facts": hints.facts, "pending": len(hints.said)}
+        self.events.emit("memory", **shown, degraded=hints.degraded)
 
     def offer_tools(self) -> None:
         """Put our own functions into the prompt; a client's are among its options."""
@@ -1010,14 +1002,8 @@ class Service:
             self.endpoints["RERANK_MODEL"] = reranker
         embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
         rerank = self.rerank if RERANK_BASE_URL else None
-        settings = memory.Settings(
-            *(HINT_TOKENS, HINT_K, HISTORY_TURNS, bool(SUMMARIES), MAX_FACTS),
-            *(LEARN_CONCURRENCY, EMBEDDING_TIMEOUT, RERANK_TIMEOUT),
-            *(EMBEDDING_QUERY_PREFIX, EMBEDDING_DOCUMENT_PREFIX),
-        )
-        self.memory = Memory(
-            DATA_DIR, self.complete, embed, EMBEDDING_MODEL, rerank, settings
-        )
+        known = embed, EMBEDDING_MODEL, rerank, MEMORY
+        self.memory = Memory(DATA_DIR, self.complete, *known)
         self.running: dict[EventStream, tuple[str, str]] = {}  # user, session
 
     async def open(self) -> None:

@@ -82,13 +82,13 @@ class Settings:
     hint_tokens: int = 350  # of hints in one prompt
     hint_k: int = 8  # facts retrieved, beside the profile
     history_turns: int = 6  # verbatim turns that a summary leaves, at least 1
-    summaries: bool = True  # False: old turns are dropped, not summarised
+    summaries: int = 1  # 0: old turns are dropped, not summarised
     max_facts: int = 2000  # a user
     learn_concurrency: int = 4  # users learned from at once
     embedding_timeout: float = 2.0  # seconds, before a first token
     rerank_timeout: float = 0.5  # seconds
-    query_prefix: str = ""  # what the embedding model wants before a query
-    document_prefix: str = ""  # and before all else
+    embedding_query_prefix: str = ""  # what the embedding model wants before a query
+    embedding_document_prefix: str = ""  # and before all else
 
 
 def check_time(text: str) -> str:
@@ -1775,9 +1775,10 @@ class Embedder:
         self, texts: list[str], query: bool = True
     ) -> list[np.ndarray | None]:
         """Return the vectors there in time; what is under way goes on, for the next who asks."""
-        limit, prefix = self.settings.embedding_timeout, self.settings.query_prefix
+        settings = self.settings
+        limit, prefix = settings.embedding_timeout, settings.embedding_query_prefix
         if not query:
-            limit, prefix = PATIENCE, self.settings.document_prefix
+            limit, prefix = PATIENCE, settings.embedding_document_prefix
         # Models take some 512 tokens; servers refuse more, or cut.
         texts = [cut(prefix + text, 1500) for text in texts]
         new = [text for text in dict.fromkeys(texts) if text not in self.asked]

@@ -454,6 +454,8 @@ def serving(server, model, folder, **settings):
     known = {"BASE_URL": model.url, "OPENAI_API_KEY": "EMPTY", "CHAT_MODEL": ""}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (known | {"DATA_DIR": Path(folder)} | settings).items():
+            if hasattr(main.MEMORY, name.lower()):
+                name, value = "MEMORY", replace(main.MEMORY, **{name.lower(): value})
             patch.setattr(main, name, value)
         lifespan = main.lifespan(main.app)
         server.run(lifespan.__aenter__())
@@ -1423,7 +1425,7 @@ def test_nothing_is_written_outside_the_data_folder_or_printed(model, tmp_path):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("HINT_TOKENS", "abc"), ("HINT_TOKENS", "1.5"), ("MAX_ROUNDS", "0"),
+    ("HINT_TOKENS", "abc"), ("HINT_TOKENS", "-1"), ("HISTORY_TURNS", "0"),
     ("TOOL_TIMEOUT", "0"), ("UPSTREAM_TIMEOUT", "nan"), ("API_KEY", "  "),
     ("CHAT_EXTRA_BODY", "[1]"), ("CHAT_EXTRA_BODY", "{"), ("DATA_DIR", "/proc/x"),
     ("OPENAI_BASE_URL", "localhost:8000/v1"), ("DATA_DIR", "TMP")])  # fmt: skip
@@ -2352,6 +2354,7 @@ def test_a_module_copied_alone_does_as_the_readme_prints(tmp_path):
 def test_the_readme_names_every_setting_and_the_command_that_ci_runs():
     source = Path(tools.__file__).with_name("main.py").read_text()
     named = set(re.findall(r"(?:setting|address|env)\(\"(\w+)\"", source))
+    named |= {name.upper() for name in vars(memory.Settings())}
     assert len(named) > 20 and not {name for name in named if f"`{name}`" not in PAGE}
     ci = (Path(__file__).parent / ".ci/run").read_text()
     assert re.findall("^python.*pytest", ci, re.MULTILINE)[0] in PAGE
