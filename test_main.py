@@ -53,7 +53,6 @@ import uvicorn
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from openai import AsyncOpenAI, OpenAI
 from starlette.requests import Request
 from starlette.responses import Response
 from tinydb import TinyDB
@@ -338,7 +337,7 @@ def wait_for(condition, seconds=20):
 A, B, C = (str(uuid.UUID(int=n)) for n in (1, 2, 3))  # sessions
 GOOD = {"user_id": "ann", "session_id": A, "message": "Hi!"}
 JSON = {"content-type": "application/json"}
-WAYS = ["sync", "async stream"]  # to ask /v1 with the official client
+WAYS = ["whole", "stream"]  # to ask /v1 with the official client
 V1 = "/v1/chat/completions"
 HELLO = says("Hel", "lo.")[:2]  # a stream that has begun
 NO_EMBEDDINGS = {"EMBEDDING_BASE_URL": "", "EMBEDDING_MODEL": ""}
@@ -729,12 +728,11 @@ def test_silence_is_broken_by_pings_that_no_client_minds(start, model):
             whole = in_background(complete, chat, "Hi!")  # in one piece: none
             wait_for(lambda: len(model.requests) == 2)
             # It returns with the first byte of the answer, and there is no token yet.
-            asked = to_create("Hi!", "stream")
-            parts = client_of(chat).chat.completions.create(**asked)
+            parts = create(chat, "Hi!", "stream")
             assert until(events, "ping") and not model.gate.is_set()
             model.gate.set()
             assert answer(list(events)) == whole.result(20).text == "Hello."
-            assert Answer(list(parts)).text == "Hello."
+            assert Answer(parts).text == "Hello."
         for _ in range(20):  # and none follows `done`
             assert answer(chat.ask("Hi!"))
 
@@ -3996,7 +3994,7 @@ class Answer:
     """What a client of OpenAI's was told, in chunks or at once."""
 
     def __init__(self, reply):
-        self.parts = reply if isinstance(reply, list) else [reply]
+        self.parts = [*reply] if isinstance(reply, openai.Stream) else [reply]
         self.choices = [part.choices[0] for part in self.parts if part.choices]
         said = [getattr(one, "delta", None) or one.message for one in self.choices]
         self.text = "".join(one.content or "" for one in said)
@@ -4006,29 +4004,16 @@ class Answer:
         self.usage = self.parts[-1].usage
 
 
-def client_of(chat, kind=OpenAI, key="x"):
-    return kind(base_url=f"{chat.url}/v1", api_key=key, max_retries=0)
-
-
-def to_create(messages, way="sync", headers=None, **more):
+def create(chat, messages, way="whole", headers=None, **more):
+    """Ask with OpenAI's client, in one piece or for a stream that is still to be read."""
     messages = [by("user", messages)] if isinstance(messages, str) else messages
-    request = {"model": "gpt", "messages": messages, "extra_headers": headers, **more}
-    return request | ({"stream": True} if "stream" in way else {})
+    client = openai.OpenAI(base_url=f"{chat.url}/v1", api_key="x", max_retries=0)
+    more |= {"extra_headers": headers, "stream": way == "stream"}
+    return client.chat.completions.create(model="gpt", messages=messages, **more)
 
 
-def complete(chat, messages, way="sync", key="x", **more):
-    """Ask with the official client: in one piece, or with the async one as a stream."""
-    request = to_create(messages, way, **more)
-    if way == "sync":
-        with client_of(chat, key=key) as client:
-            return Answer(client.chat.completions.create(**request))
-
-    async def ask():
-        async with client_of(chat, AsyncOpenAI, key) as client:
-            parts = await client.chat.completions.create(**request)
-            return Answer([part async for part in parts])
-
-    return asyncio.run(ask())
+def complete(chat, *request, **more):
+    return Answer(create(chat, *request, **more))
 
 
 def refusal_of(chat, *request, **more):
@@ -4059,11 +4044,11 @@ def test_openais_own_client_is_answered_and_shown_none_of_our_tools(chat, model,
     ]
     got = complete(chat, "I like tea.", way, user="ann", stream_options=None)
     # Words that are out stay, set apart from the answer; in one piece there are none.
-    aloud = "Let me see.\n\n" if "stream" in way else ""
+    aloud = "Let me see.\n\n" if way == "stream" else ""
     assert (got.text, got.finish_reason, got.calls) == (aloud + "It is 5.", "stop", [])
     assert "calculate" not in "".join(part.model_dump_json() for part in got.parts)
-    [served] = client_of(chat).models.list().data
-    assert {part.model for part in got.parts} == {served.id} == {"stand-in"}
+    [served] = chat.http.get("/v1/models").json()["data"]
+    assert {part.model for part in got.parts} == {served["id"]} == {"stand-in"}
     assert len({(part.id, part.created) for part in got.parts}) == 1
     [turn] = only_turns(chat)
     assert (turn["query"], turn["response"]) == ("I like tea.", "It is 5.")
@@ -4308,7 +4293,7 @@ def test_a_failure_after_words_stands_in_the_stream(start, model, end, way):
     model.replies.append([*HELLO, end])
     with start(UPSTREAM_TIMEOUT=1.0 if end is WAIT else 20.0) as chat:
         error = refusal_of(chat, "I like tea.", way, user="ann")
-        assert isinstance(error, openai.APIStatusError) == (way == "sync")
+        assert isinstance(error, openai.APIStatusError) == (way == "whole")
         wanted = "upstream_timeout" if end is WAIT else "upstream_unavailable"
         assert (error.code, error.type) == (wanted, "server_error")
         [turn] = only_turns(chat)
@@ -4394,8 +4379,8 @@ def test_usage_stands_in_a_stream_when_it_is_asked_for(chat, model):
     counted = [*sum_of(1)[:-1], {"choices": [], "usage": USAGE}, END]
     model.replies += [counted, says("2")] * 3
     usage = {"include_usage": True}
-    asked_for = complete(chat, "1+1?", "async stream", stream_options=usage)
-    silent, whole = complete(chat, "1+1?", "async stream"), complete(chat, "1+1?")
+    asked_for = complete(chat, "1+1?", "stream", stream_options=usage)
+    silent, whole = complete(chat, "1+1?", "stream"), complete(chat, "1+1?")
     twice = {name: 2 * count for name, count in USAGE.items()}
     assert asked_for.usage.to_dict() == whole.usage.to_dict() == twice
     assert asked_for.parts[-1].choices == [] and asked_for.text == "2"
