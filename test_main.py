@@ -391,12 +391,8 @@ class Chat:
         place = self.folder / memory.folder_name(memory.normal_name(user))
         wait_for(lambda: place.exists() and not list(place.glob("*.unlearned")))
 
-    def tables(self, file, user="ann"):
-        with TinyDB(self.folder / user / file) as db:
-            return {name: db.table(name).all() for name in db.tables()}
-
     def turns(self, session=A, user="ann"):
-        return self.tables(f"{session}.json", user)["turns"]
+        return rows_in(self.folder, user, session)
 
 
 def flat(lists):
@@ -507,7 +503,7 @@ def test_the_story_of_shram_and_magnet(chat, model):
     assert "Shram" in last and "Magnet" not in last
     assert "Magnet" not in hints(model.requests[-1])
     assert chat.facts() == ["User uses Shram as a productivity tool."]
-    assert [f["text"] for f in chat.tables("memory.json")["facts"]] == chat.facts()
+    assert facts_in(chat.folder) == chat.facts()
 
 
 def in_background(function, *arguments, **options):
@@ -1138,7 +1134,7 @@ def test_without_vectors_the_chat_goes_on_and_says_so(start, model, vector):
         events = chat.ask("When was I in Cairo?", session=B)
         assert events[0]["degraded"] == ["embeddings"] and answer(events)
         assert [fact["text"] for fact in events[0]["facts"]] == PLACES[1:2]
-        assert [f["text"] for f in chat.tables("memory.json")["facts"]] == PLACES
+        assert facts_in(chat.folder) == PLACES
         assert "embeddings" in chat.health()["degraded"]
         model.vector, model.embeddings_down = good, False
         chat.tell("When was I in Lima?", session=B)
@@ -1482,7 +1478,7 @@ def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
     gone = [change("delete", 0, query), update, change("delete", 0, query)]
     model.operations.append([*gone, change("delete", 1, "my cat died")])
     chat.tell("We moved from Lyon to Paris, and my cat died")
-    tables = chat.tables("memory.json")
+    tables = tables_in(chat.folder)
     [fact] = tables["facts"]
     assert (fact["text"], fact["source"]) == (paris, f"{A}/2")
     assert fact["kind"] == "episodic"
@@ -1531,7 +1527,7 @@ def test_a_bad_answer_is_retried_then_turns_are_learned_one_by_one(chat, model):
     # What came meanwhile joins in; after two bad answers each turn goes alone.
     sizes = [len(asked(learning)["turns"]) for learning in model.learnings]
     assert sizes == [1, 3, 1, 2, 1, 1]
-    assert len(chat.tables("memory.json")["learned"]) == 1
+    assert len(tables_in(chat.folder)["learned"]) == 1
     assert (chat.health()["given_up"], chat.health()["degraded"]) == (3, {})
     chat.tell("I like cake")
     assert chat.facts() == ["User likes cake."]
@@ -3009,7 +3005,7 @@ async def live(folder, *said, session=A, **settings):
 
 
 def facts_in(folder, user="ann"):
-    return [fact["text"] for fact in tables_in(folder, user)["facts"].values()]
+    return [fact["text"] for fact in tables_in(folder, user)["facts"]]
 
 
 def queries_in(folder, session=A, user="ann"):
@@ -3100,16 +3096,17 @@ def die_while_learning(root):
         asyncio.run(live(folder))
         assert queries_in(folder) == [f"I like {word}" for word in words]
         tables = tables_in(folder)
-        facts = [(f["text"], f["frequency"]) for f in tables["facts"].values()]
+        facts = [(f["text"], f["frequency"]) for f in tables["facts"]]
         assert facts == [(f"User likes {word}.", 1) for word in words]
-        history = [row["new_memory"] for row in tables["history"].values()]
+        history = [row["new_memory"] for row in tables["history"]]
         assert history == [text for text, _ in facts]
         vectors = folder / "ann/memory.faiss"  # what a kill costs is made again
         assert not vectors.exists() or memory.Vectors(vectors, "bag").load()
 
 
 def tables_in(folder, user="ann"):
-    return json.loads((folder / user / "memory.json").read_bytes())
+    with TinyDB(folder / user / "memory.json") as db:
+        return {name: db.table(name).all() for name in db.tables()}
 
 
 def test_a_full_disk_is_storage_failed_and_there_is_room_again(model, tmp_path):
@@ -3505,8 +3502,8 @@ def die_together(root):
             sorted(f"User likes {w}." for w in words),
         )
         assert sorted(facts_in(folder, user)) == wanted
-        assert {fact["frequency"] for fact in tables["facts"].values()} == {1}
-        assert sorted(r["new_memory"] for r in tables["history"].values()) == wanted
+        assert {fact["frequency"] for fact in tables["facts"]} == {1}
+        assert sorted(r["new_memory"] for r in tables["history"]) == wanted
     print(len(saved))
 
 
@@ -3605,7 +3602,7 @@ def talkative(start, monkeypatch):
         assert {f"ann/{name}" for name in names} <= {
             path.split(":")[0] for path in found
         }
-        assert "saffron" in chat.tables(f"{A}.json")["summary"][0]["summary"]
+        assert "saffron" in chat.session().json()["summary"]
         assert (chat.folder / "ann" / f"{A}.2.json").exists()
         yield chat
 
@@ -3682,7 +3679,7 @@ def die_while_something_is_deleted(root):
     asyncio.run(live(root / "all", *said))
     asyncio.run(live(root / "all", words[-1], session=B))
     leave_strays(root / "all/ann")
-    facts = tables_in(root / "all")["facts"].values()
+    facts = tables_in(root / "all")["facts"]
     [id] = [fact["id"] for fact in facts if "saffron" in fact["text"]]
     learned = [f"User likes {word[7:]}." for word in words]
     for delete, arguments, gone, facts in (
