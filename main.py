@@ -164,11 +164,9 @@ class CompletionRequest(BaseModel, extra="allow"):
     @model_validator(mode="before")
     @classmethod
     def check_json(cls, body: Any) -> Any:
-        """Refuse what cannot be sent on: NaN, lone surrogates, thousands of levels."""
-        try:
-            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        """Refuse what cannot be sent on: NaN, lone surrogates, hundreds of levels."""
+        to_json([[body]])  # as deep as in a request
+        json.dumps(body, allow_nan=False)
         return body
 
 
@@ -201,12 +199,11 @@ STATUS = {REJECTED: 400, TOO_LONG: 400, UNAVAILABLE: 503, TIMEOUT: 504}
 
 
 JSON_TYPE = "application/json"
-COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
 def to_json(value: Any) -> bytes:
     """Return compact JSON in ASCII: some clients take U+2028 for the end of a line."""
-    return COMPACT.encode(value).encode()
+    return pydantic_core.to_json(value, ensure_ascii=True)
 
 
 class EventStream(StreamingResponse):
