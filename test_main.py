@@ -304,12 +304,11 @@ class Server:
         quiet = {"log_config": None, "log_level": "warning", "access_log": False}
         config = uvicorn.Config(app, http="h11", lifespan="off", **quiet)
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.run_alone, daemon=True)
+        self.thread = threading.Thread(target=in_a_loop(self.serve), daemon=True)
 
-    def run_alone(self):
-        with asyncio.Runner() as runner:
-            self.loop = runner.get_loop()
-            runner.run(self.server.serve([self.socket]))
+    async def serve(self):
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve([self.socket])
 
     def run(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
@@ -1096,10 +1095,9 @@ def test_tokens_that_keep_coming_are_no_timeout(start, model):
 
 
 def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tmp_path):
-    proxy = httpx.URL(model.url).netloc.decode()  # with or without http://
     (tmp_path / "netrc").write_text("machine models.test login a password b")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # is not looked into
-    monkeypatch.setenv("HTTP_PROXY", proxy)
+    monkeypatch.setenv("HTTP_PROXY", httpx.URL(model.url).netloc.decode())
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with start(BASE_URL="http://models.test/v1") as chat:
         assert answer(chat.ask("Hi!"))
@@ -1850,15 +1848,13 @@ def test_only_a_repetition_is_the_same_fact():
         assert memory.same_fact(a, b) is memory.same_fact(b, a) is (sign == "="), pair
 
 
-def learn_by(chat, model, query, *operations):
+def learn_by(chat, model, query, *operations, user="ann", kind="episodic"):
     """Say something that the model learns by these operations, each with it as evidence."""
-    fields = ("op", "id", "text")
-    named = [dict(zip(fields, one, strict=False)) for one in operations]
-    blank = change("add", None, query)
-    model.operations.append([blank | operation for operation in named])
-    chat.ask(query, session=str(uuid.uuid4()))
-    chat.learned()
-    return chat.facts()
+    blank, names = change("add", None, query, kind=kind), ("op", "id", "text")
+    changes = [blank | dict(zip(names, one, strict=False)) for one in operations]
+    model.operations.append(changes)
+    chat.tell(query, str(uuid.uuid4()), user)
+    return chat.facts(user)
 
 
 def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it(chat, model):
@@ -1902,7 +1898,7 @@ def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, mod
     as_said = {"We broke up": love}
     model.vector = lambda text: bag_of_words(as_said.get(text, text))
     both = ("delete", 0), ("delete", 1)
-    known = teach(chat, model, ["User plays chess.", love]) or chat.facts()
+    known = teach(chat, model, ["User plays chess.", love])
     assert learn_by(chat, model, "We broke up", *both) == known
     teach(chat, model, ["User eats no meat."])
     left = learn_by(chat, model, "We broke up", *both)
@@ -1998,10 +1994,9 @@ PLACES = [f"User visited {place} in {year}." for year, place in enumerate(
     ["Lisbon", "Cairo", "Oslo", "Quito", "Hanoi", "Nairobi", "Turin", "Lima", "Seoul", "Perth", "Riga", "Baku"], 2001)]  # fmt: skip
 
 
-def teach(chat, model, texts, user="ann", kind="episodic"):
-    model.operations.append([add(text, "so it is", kind) for text in texts])
-    chat.ask("so it is", user=user, session=str(uuid.uuid4()))
-    chat.learned(user)
+def teach(chat, model, texts, **more):
+    adds = (("add", None, text) for text in texts)
+    return learn_by(chat, model, "so it is", *adds, **more)
 
 
 def test_all_facts_or_one_embedding_stand_before_the_first_token(start, model):
@@ -2288,7 +2283,7 @@ PAGE = (Path(__file__).parent / "README.md").read_text()
 
 
 def printed_blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", PAGE)
 
 
 def run_alone(code, folder, **environment):
@@ -2389,12 +2384,6 @@ def measure(title: float, unit: str = "m") -> dict:
     return {"title": title, "unit": unit}
 
 
-class Recall:
-    async def recall(self, query: str) -> str:
-        """Return what is known."""
-        return f"{query}!"
-
-
 def test_a_schema_is_made_of_the_signature_and_the_docstring():
     made = tools.schema(measure)["function"]
     assert (made["name"], made["description"]) == ("measure", "Return a height.")
@@ -2409,6 +2398,11 @@ def test_a_schema_is_made_of_the_signature_and_the_docstring():
 
 
 def test_a_method_is_a_tool_that_keeps_no_object_alive():
+    class Recall:
+        async def recall(self, query: str) -> str:
+            """Return what is known."""
+            return f"{query}!"
+
     memory = Recall()
     gone = weakref.ref(memory)
     takes = tools.schema(memory.recall)["function"]["parameters"]
