@@ -484,7 +484,7 @@ class AgentRun:
                 choice = None
                 continue
             # Silence is an answer where nothing was done before.
-            wanted = reply.text or self.tools or capped or number > 1
+            wanted = reply.text or capped or number > 1
             empty = wanted and NO_ANSWER.fullmatch(reply.text)
             if empty:
                 self.take_back(reply)
@@ -507,13 +507,14 @@ class AgentRun:
 
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        done, chat, reply = self.done, self.service.chat, ReplyParser(self.emit)
+        done, reply = self.done, ReplyParser(self.emit)
         done["rounds"] += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
-        stream = chat.stream(request, self.request.options)
+        most = 4 * await self.service.context_tokens()  # in bytes
+        stream = self.service.chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
-                await reply.read(chunks, 4 * chat.context_tokens)
+                await reply.read(chunks, most)
         finally:  # a turn that is interrupted keeps what was said
             done["response"] = reply.text
         done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
@@ -537,15 +538,14 @@ class AgentRun:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
         said: Json = {"role": "assistant", "content": reply.text or None}
         self.take_back(reply)
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self.run_call(call)) for call in reply.calls]
+        results = await asyncio.gather(*map(self.run_call, reply.calls))
         said["tool_calls"] = [call.as_message() for call in reply.calls]
+        self.tools += results
         messages = self.prompt["messages"]
         messages.append(said)
-        for call, task in zip(reply.calls, running):
-            self.tools.append(task.result())
-            result = memory.message("tool", task.result()["content"])
-            messages.append(result | {"tool_call_id": call.id})
+        for call, result in zip(reply.calls, results):
+            told = memory.message("tool", result["content"])
+            messages.append(told | {"tool_call_id": call.id})
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = MAX_ROUNDS - self.done["rounds"]
@@ -758,10 +758,6 @@ class Endpoint:
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         self.answers = False  # to the last request
         self.look_at, self.looking = 0.0, asyncio.Lock()
-
-    @property
-    def context_tokens(self) -> int:
-        return CONTEXT_TOKENS or self.sizes.get(self.model) or 8192
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -1051,11 +1047,12 @@ class Service:
 
     async def context_tokens(self) -> int:
         """Return the size of the model's context; the memory learns within it too."""
-        if not (CONTEXT_TOKENS or self.chat.sizes):
+        chat, learner = self.chat, self.memory.learner
+        if not (CONTEXT_TOKENS or chat.sizes):
             with suppress(Failure):
-                await self.chat.look()
-        self.memory.learner.context_tokens = self.chat.context_tokens
-        return self.chat.context_tokens
+                await chat.look()
+        learner.context_tokens = CONTEXT_TOKENS or chat.sizes.get(chat.model) or 8192
+        return learner.context_tokens
 
     async def health(self) -> Json:
         """Return what works, and since when what does not; nothing is read from disk."""
@@ -1084,7 +1081,7 @@ class Service:
         """
         request: Json = {"messages": messages, "temperature": 0}
         request["model"] = MEMORY_MODEL or await self.chat.discover()
-        request["max_tokens"] = min(1500, self.chat.context_tokens // 4)
+        request["max_tokens"] = min(1500, await self.context_tokens() // 4)
         request["response_format"] = {"type": "json_schema", "json_schema": schema}
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
