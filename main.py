@@ -281,9 +281,11 @@ class OpenAIStream(EventStream):
         super().__init__("text/event-stream" if stream else JSON_TYPE)
         self.endpoint, self.stream, self.usage = endpoint, stream, usage
         self.first: Json = {"role": "assistant", "content": ""}  # of the first chunk
-        kind = "chat.completion.chunk" if stream else "chat.completion"
-        id, now = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self.about: Json = {"id": id, "object": kind, "created": now}
+        self.about: Json = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "created": int(time.time()),
+        }
 
     def encode(self, type: str, fields: Json) -> bytes:
         if type == "error":
@@ -686,11 +688,11 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         same = [call for call in self.calls if index in (None, call.index)]
-        call = same[-1] if same else ToolCall(index, id, "")
+        call = same[-1] if same else None
         # Some servers put every call under one index or under none, some repeat the name
         # in each piece, older ones give each piece an id of its own.
-        other = name != call.name or id not in ("", call.id)
-        if not same or name and (other or text and parse_arguments(call.text)):
+        other = call and (name != call.name or id not in ("", call.id))
+        if not call or name and (other or text and parse_arguments(call.text)):
             call = ToolCall(index, id, name)
             self.calls.append(call)
         call.text += text
@@ -883,8 +885,8 @@ class Endpoint:
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, then DONE. Raises Failure."""
-        request |= {"stream": True, "stream_options": {"include_usage": True}}
-        request |= {"model": await self.discover()} | CHAT_EXTRA_BODY
+        request |= {"model": await self.discover(), "stream": True}
+        request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
         with self.noted():
             async with await self.send("chat/completions", request, given) as response:
                 async for chunk in chunks_of(response):
@@ -1057,7 +1059,7 @@ class Service:
     async def health(self) -> Json:
         """Return what works, and since when what does not; nothing is read from disk."""
         learner, chat = self.memory.learner, self.chat
-        degraded = dict(self.memory.degraded)
+        degraded = self.memory.degraded
         with suppress(Failure):
             await chat.look()
         works = chat.answers and chat.model
@@ -1079,10 +1081,13 @@ class Service:
             memory.RequestRefused: It, or its answer, is too long, or it has a fault.
             Failure: The endpoint gave no answer.
         """
-        request: Json = {"messages": messages, "temperature": 0}
-        request["model"] = MEMORY_MODEL or await self.chat.discover()
-        request["max_tokens"] = min(1500, await self.context_tokens() // 4)
-        request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        request = {
+            "model": MEMORY_MODEL or await self.chat.discover(),
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": min(1500, await self.context_tokens() // 4),
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        }
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
         try:  # patiently: nobody waits for it
@@ -1098,9 +1103,8 @@ class Service:
 
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
         embedder = self.endpoints["EMBEDDING_MODEL"]
-        if not embedder.model:
-            self.memory.model = await embedder.discover()
-        body = {"model": embedder.model, "input": texts, "encoding_format": "base64"}
+        self.memory.model = model = await embedder.discover()
+        body = {"model": model, "input": texts, "encoding_format": "base64"}
         found = (await embedder.ask("embeddings", body))["data"]
         found.sort(key=lambda row: row["index"])
         return [vector_of(row["embedding"]) for row in found]
@@ -1110,8 +1114,8 @@ class Service:
     ) -> list[tuple[int, float]]:
         """Ask `/rerank` as vLLM, Jina and Cohere have it."""
         reranker = self.endpoints["RERANK_MODEL"]
-        body = {"query": query, "documents": texts, "top_n": k}
-        body["model"] = await reranker.discover()
+        model = await reranker.discover()
+        body = {"model": model, "query": query, "documents": texts, "top_n": k}
         found = (await reranker.ask("rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in found]
 
