@@ -142,6 +142,7 @@ class HistoryRow(TypedDict):
 TURNS = TypeAdapter(list[TurnRow])
 
 Tables = dict[str, dict[Any, Any]]  # of TinyDB, each of rows under "1", "2", …
+Content = TypeVar("Content", "State", "Transcript")  # what a file holds
 Stamp = tuple[int, int, int]
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -256,52 +257,45 @@ def set_aside(path: Path) -> None:
     log.error("%s is damaged and was set aside as %s", path, aside.name)
 
 
-class AtomicStorage(Storage, Generic[T]):
+class AtomicStorage(Storage, Generic[Content]):
     """TinyDB's storage for every file here: replaced whole, read again only when changed.
 
     TinyDB's JSONStorage rewrites in place: 17 of 50 kills left it unreadable, and a
-    full disk destroyed the old content. `value` is what `parse` makes of the tables.
+    full disk destroyed the old content.
     """
 
-    def __init__(self, path: Path, parse: Callable[[Tables], T]):
-        self.path, self.parse = path, parse
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was read: done before each read and write, as either may fail."""
+    def __init__(self, path: Path, empty: Content):
+        self.path = path
+        self.empty: Content = empty
+        self.value: Content = empty
         self.stamp: Stamp | None = None
-        self.tables: Tables = {}
-        self.value: T | None = None
 
-    def load(self) -> T | None:
-        """Return the file's value; None: there is none, or it was damaged and is set aside."""
+    def load(self) -> Content:
+        """Return what the file holds; `empty`: there is none, or it was damaged and is set aside."""
         found = stamp(self.path)
         if found == self.stamp:
             return self.value
-        self.forget()
-        if not found:
-            return None
+        self.stamp, self.value = None, self.empty  # reading may fail
+        if found is None:
+            return self.value
         for _ in range(2):  # what another machine writes may not be here whole at first
             content = self.path.read_bytes()
             with suppress(ValueError, LookupError, TypeError, AttributeError):
-                tables = pydantic_core.from_json(content)
-                self.value = self.parse(tables)
-                self.stamp, self.tables = found, tables
+                self.value = self.empty.parse(pydantic_core.from_json(content))
+                self.stamp = found
                 return self.value
         set_aside(self.path)
-        return None
+        return self.value
 
-    def read(self) -> Tables | None:
-        """Return the tables, in a dict where TinyDB may put others in their place."""
-        self.load()
-        return dict(self.tables) or None
+    def read(self) -> Tables:
+        return self.load().tables()
 
     def write(self, data: Tables) -> None:
-        self.forget()
-        value = self.parse(data)  # what could not be read again is not written
+        self.stamp, self.value = None, self.empty  # writing may fail
+        value = self.empty.parse(data)  # what could not be read again is not written
         # A third of the time that json takes, which counts at 200 turns
         replace_file(self.path, pydantic_core.to_json(data))
-        self.stamp, self.tables, self.value = stamp(self.path), data, value
+        self.stamp, self.value = stamp(self.path), value
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -313,9 +307,7 @@ async def to_the_end(work: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        if not work.cancelled() and work.exception():
-            log.error("what was cancelled has failed too", exc_info=work.exception())
-        raise asyncio.CancelledError
+        raise asyncio.CancelledError  # what has failed as well, asyncio logs
     return work.result()
 
 
@@ -344,13 +336,10 @@ class Locks:
     def open(cls, path: Path) -> "Locks":
         """Return the one for a file; RuntimeError: another event loop has it open."""
         locks = cls.opened.get(path)
-        if locks and locks.loop.is_closed():  # and nobody has closed them
-            os.close(locks.file)
-            locks = None
-        locks = locks or cls(path)
+        if locks is None or locks.loop.is_closed():  # nobody has closed it
+            locks = cls.opened[path] = cls(path)
         if locks.loop is not asyncio.get_running_loop():
             raise RuntimeError(f"{path.parent} is open in another event loop")
-        cls.opened[path] = locks
         locks.owners += 1
         return locks
 
@@ -358,8 +347,7 @@ class Locks:
         self.owners -= 1
         if not self.owners:
             self.disk.shutdown()
-            os.close(self.file)
-            del self.opened[self.path]
+            os.close(self.opened.pop(self.path).file)
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
@@ -367,9 +355,9 @@ class Locks:
         offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
         async with self.tasks.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
-            while not self._try(offset):
+            while not self.try_lock(offset):
                 await asyncio.sleep(pause)
-                pause = min(0.3, pause * 1.2)  # a fifth of what it has waited
+                pause = min(0.02, pause * 2)
             self.holding += 1
             try:
                 yield
@@ -378,13 +366,13 @@ class Locks:
                     fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
                 self.holding -= 1
 
-    def _try(self, offset: int) -> bool:
+    def try_lock(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
         if self.broken and not self.holding:
             # GlusterFS does not open a descriptor again that holds locks.
-            old, self.broken = self.file, False
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.close(old)
+            new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.close(self.file)
+            self.file, self.broken = new, False
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
         except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
@@ -484,11 +472,11 @@ class Index:
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.words.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
-        columns = ((e.text, e.before, e.after, e.day) for e in entries)
-        self.words.executemany(insert, ([*map(spaced, texts)] for texts in columns))
-        rows = {n: vector for n, vector in enumerate(vectors) if vector is not None}
-        self.positions = [*rows]  # in `entries`, of each row of `dense`
-        matrix = np.stack([*rows.values()] or [np.zeros(1, "float32")])
+        rows_of_words = ([*map(spaced, entry[2:])] for entry in entries)
+        self.words.executemany(insert, rows_of_words)
+        known = {n: vector for n, vector in enumerate(vectors) if vector is not None}
+        self.positions = np.array([*known], int)  # in `entries`, of each row of `dense`
+        matrix = np.stack([*known.values()] or [np.zeros(1, "float32")])
         self.dense = faiss.IndexFlatIP(matrix.shape[1])
         self.dense.add(matrix)
         self.sigma, self.mean = spread(matrix)
@@ -506,44 +494,49 @@ class Index:
         """
         chance = math.sqrt(2 * math.log(max(2, len(self.entries))))
         meaning, terms = self.by_meaning(vector), query_terms(query)
-        power, most = 2 if meaning else 1, chance if cut else math.inf
+        power, most = 2 if meaning.any() else 1, chance if cut else math.inf
         words = self.by_share(terms, power) if cut else self.by_bm25(terms)
-        found = {
-            position: min(most, meaning.get(position, 0.0)) + words.get(position, 0.0)
-            for position in meaning | words
-        }
-        key = lambda position: (found[position], meaning.get(position, 0.0))
-        best = heapq.nlargest(k, found, key=key)
-        if cut and len(self.entries) >= FEW and best:
-            top = found[best[0]]
+        evidence = np.minimum(most, meaning) + words
+        top, least = evidence.max(initial=0.0), -math.inf
+        if cut and len(self.entries) >= FEW:
             least = max(FLOOR * chance, top - chance)
-            best = [p for p in best if found[p] >= least and top >= GATE * chance]
-        scores = [max(0.0, found[position]) for position in best]
-        ranked = zip(scores, best, strict=True)
-        return [(s / (s + chance), self.entries[position]) for s, position in ranked]
+            if top < GATE * chance:
+                return []
+        scores = np.maximum(0.0, evidence / (np.abs(evidence) + chance)).tolist()
+        best = np.lexsort((-meaning, -evidence))[:k]
+        # Zero stands for what has no vector and holds no word of the query.
+        found = [p for p in best if evidence[p] and evidence[p] >= least]
+        return [(scores[p], self.entries[p]) for p in found]
 
-    def by_share(self, terms: list[str], power: int) -> dict[int, float]:
+    def by_share(self, terms: list[str], power: int) -> np.ndarray:
+        held = np.zeros(len(self.entries))
         select = "SELECT rowid - 1 FROM entries WHERE entries MATCH ?"
-        found = (self.words.execute(select, [term]) for term in terms)
-        held = Counter(position for rows in found for (position,) in rows)
-        return {p: ALL * (n / len(terms)) ** power for p, n in held.items()}
+        for term in terms:
+            held[[position for (position,) in self.words.execute(select, [term])]] += 1
+        return ALL * (held / max(1, len(terms))) ** power
 
-    def by_bm25(self, terms: list[str]) -> dict[int, float]:
+    def by_bm25(self, terms: list[str]) -> np.ndarray:
         # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
         one = max(1e-6, math.log(max(1.0, (len(self.entries) - 0.5) / 1.5)))
         score = f"{-RARE / one} * bm25(entries, 1.0, 0.5, 0.3, 1.0)"
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
-        return dict(self.words.execute(select, [" OR ".join(terms)])) if terms else {}
+        words = np.zeros(len(self.entries))
+        for position, evidence in self.words.execute(
+            select, [" OR ".join(terms) or '""']
+        ):
+            words[position] = evidence
+        return words
 
-    def by_meaning(self, query: np.ndarray | None) -> dict[int, float]:
-        """Return by position how far each entry's cosine is above the mean, in sigmas."""
-        if query is None or not self.sigma or self.dense.d != len(query):
-            return {}
-        # Less half of what the mean vector gives: entries near to everything ("Thanks!") sink.
-        shifted = (query - self.mean / 2)[None]
-        cosines, rows = self.dense.search(shifted, len(self.positions))
-        above = ((cosines[0] - cosines.mean()) / self.sigma).tolist()
-        return dict(zip([self.positions[row] for row in rows[0]], above, strict=True))
+    def by_meaning(self, query: np.ndarray | None) -> np.ndarray:
+        """Return how far each entry's cosine is above the mean, in sigmas; 0: it has none."""
+        meaning = np.zeros(len(self.entries))
+        if query is not None and self.sigma and self.dense.d == len(query):
+            # Less half of what the mean vector gives: entries near to everything ("Thanks!") sink.
+            shifted = (query - self.mean / 2)[None]
+            cosines, rows = self.dense.search(shifted, len(self.positions))
+            above = (cosines[0] - cosines.mean()) / self.sigma
+            meaning[self.positions[rows[0]]] = above
+        return meaning
 
 
 def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
@@ -557,27 +550,19 @@ def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
-def vector_id(model: str, session_id: str, text: str) -> int:
-    """Return 63 bits of all three: a vector never stands for others, and goes with its session."""
-    content = f"{model}\0{session_id}\0{text}".encode()
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 class Vectors:
-    """Normalised vectors by id, kept in one file of a user's folder as FAISS writes them.
+    """Normalised vectors by id, of facts and of past turns, each in a file as FAISS writes it."""
 
-    Its methods are for who holds the user's lock.
-    """
-
-    def __init__(self, path: Path, memory: "Memory"):
-        self.path, self.memory = path, memory
-        self.stamp: Stamp | None = None  # of the file as it was read
+    def __init__(self, folder: Path, memory: "Memory"):
+        self.folder, self.memory = folder, memory
+        self.stamps: dict[str, Stamp | None] = {}  # of files as they were read
         self.by_id: dict[int, np.ndarray] = {}
-        self.dirty = False  # some are not in the file
 
     def id(self, entry: Entry) -> int:
-        return vector_id(self.memory.model, entry.session_id, entry.text)
+        """Return 63 bits: a vector never stands for others, and goes with its session."""
+        content = f"{self.memory.model}\0{entry.session_id}\0{entry.text}".encode()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
 
     def get(self, entry: Entry) -> np.ndarray | None:
         return self.by_id.get(self.id(entry))
@@ -585,47 +570,43 @@ class Vectors:
     def size(self) -> int:
         return len(next(iter(self.by_id.values()), ()))
 
-    def add(self, entry: Entry, vector: np.ndarray) -> None:
-        if len(vector) != self.size():  # another model serves under the name
-            self.by_id = {}
-        self.by_id[self.id(entry)] = vector
-        self.dirty = True
+    def add(self, vectors: dict[Entry, np.ndarray]) -> None:
+        for entry, vector in vectors.items():
+            if len(vector) != self.size():  # another model serves under the name
+                self.by_id = {}
+            self.by_id[self.id(entry)] = vector
 
-    def index(self, entries: list[Entry]) -> Index:
-        return Index(entries, [*map(self.get, entries)])
-
-    def load(self) -> bool:
+    def load(self, file: str) -> bool:
         """Take what another process or an earlier run has written; tell whether there was any."""
-        found = stamp(self.path)
-        if found is None or found == self.stamp:
+        found = stamp(self.folder / file)
+        if found in (None, self.stamps.get(file)):
             return False
-        content = self.path.read_bytes()
+        content = (self.folder / file).read_bytes()
         # Of a damaged file FAISS may believe a size, and kill the process.
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            set_aside(self.path)
+            set_aside(self.folder / file)
             return False
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
         rows = dense.index.reconstruct_n(0, dense.ntotal)
         if self.size() in (0, dense.d):
             self.by_id = dict(zip(ids, rows, strict=True)) | self.by_id
-        self.stamp = found
+        self.stamps[file] = found
         return True
 
-    def save(self, entries: Iterable[Entry]) -> None:
+    def save(self, file: str, entries: Iterable[Entry]) -> None:
         """Write the vectors of these entries and no others, also those that others have made."""
-        self.load()
-        ids = {self.id(entry) for entry in entries}
-        self.by_id = {id: v for id, v in self.by_id.items() if id in ids}
-        if self.by_id:
+        self.load(file)
+        path, known = self.folder / file, self.by_id
+        own = {id: known[id] for id in map(self.id, entries) if id in known}
+        if own:
             dense = faiss.IndexIDMap2(faiss.IndexFlatIP(self.size()))
-            rows = np.stack([*self.by_id.values()])
-            dense.add_with_ids(rows, np.array([*self.by_id], "int64"))
+            dense.add_with_ids(np.stack([*own.values()]), np.array([*own], "int64"))
             content = faiss.serialize_index(dense).tobytes()
-            replace_file(self.path, content + hashlib.sha256(content).digest())
+            replace_file(path, content + hashlib.sha256(content).digest())
         else:
-            self.path.unlink(missing_ok=True)
-        self.stamp, self.dirty = stamp(self.path), False
+            path.unlink(missing_ok=True)
+        self.stamps[file] = stamp(path)
 
 
 # --- One user's files ---
@@ -636,25 +617,31 @@ class Vectors:
 # in a thread, as it may wait for the disk.
 
 
-class Transcript(NamedTuple):
+@dataclass(frozen=True)
+class Transcript:
     """One file of a session."""
 
-    turns: list[TurnRow]
-    summary: str  # of what stands before
-    folded: int  # last turn that the summary holds, 0: none
+    turns: list[TurnRow] = field(default_factory=list)
+    summary: str = ""  # of what stands before
+    turn: int = 0  # the last that the summary holds
 
     @classmethod
     def parse(cls, tables: Tables) -> "Transcript":
         rows = tables.get("turns", {})
-        turns = TURNS.validate_python([*rows.values()], strict=True)
-        if [str(turn["turn"]) for turn in turns] != [*rows]:  # which TinyDB goes by
-            raise ValueError("turns do not stand under their numbers")
-        [folded] = tables.get("summary", {"1": {"summary": "", "turn": 0}}).values()
-        return cls(turns, str(folded["summary"]), int(folded["turn"]))
+        [summary] = tables.get("summary", {"1": {}}).values()
+        parsed = TRANSCRIPT.validate_python({**summary, "turns": [*rows.values()]})
+        if [str(turn["turn"]) for turn in parsed.turns] != [*rows]:
+            raise ValueError("turns do not stand under their numbers")  # TinyDB's ids
+        return parsed
+
+    def tables(self) -> Tables:
+        turns = {str(row["turn"]): row for row in self.turns}
+        summary = {"summary": self.summary, "turn": self.turn}
+        return {"turns": turns, "summary": {"1": summary}}
 
     def unfolded(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
-        return [row for row in self.turns if row["turn"] > self.folded]
+        return [row for row in self.turns if row["turn"] > self.turn]
 
 
 @dataclass
@@ -689,7 +676,7 @@ class State:
         return replace(self, facts=facts, learned=learned, history=[*self.history])
 
 
-STATE = TypeAdapter(State)
+STATE, TRANSCRIPT = TypeAdapter(State), TypeAdapter(Transcript)
 
 
 class Unlearned(NamedTuple):
@@ -715,12 +702,13 @@ class UserFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.memory_file = AtomicStorage(folder / "memory.json", State.parse)
+        self.memory_file = AtomicStorage(folder / "memory.json", State())
         self.transcripts: dict[str, AtomicStorage[Transcript]] = {}  # by file name
 
     def load(self) -> State:
         """Return the facts' file; begin it anew where it is lost; NotFound: there is no folder."""
-        if state := self.memory_file.load():
+        state = self.memory_file.load()
+        if state.id:
             return state
         if not self.folder.is_dir():
             raise NotFound("user")
@@ -732,7 +720,7 @@ class UserFiles:
 
     def write(self, state: State) -> State:
         self.memory_file.write(state.tables())
-        return state
+        return self.memory_file.value
 
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
@@ -741,11 +729,8 @@ class UserFiles:
     def storage(self, session_id: str, last: int = 0) -> AtomicStorage[Transcript]:
         """Return a session's newest file, or the older one up to a turn."""
         file = f"{session_id}.{last}.json" if last else f"{session_id}.json"
-        storage = AtomicStorage(self.folder / file, Transcript.parse)
+        storage = AtomicStorage(self.folder / file, Transcript())
         return self.transcripts.setdefault(file, storage)
-
-    def transcript(self, session_id: str, last: int = 0) -> Transcript:
-        return self.storage(session_id, last).load() or Transcript([], "", 0)
 
     def older(self, session_id: str) -> list[int]:
         """Return the last turns of a session's older files."""
@@ -754,27 +739,23 @@ class UserFiles:
 
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
-        newest = self.transcript(session_id)
+        newest = self.storage(session_id).load()
         if newest.turns:
             return newest.turns[-1]["turn"]
-        return max([newest.folded, *self.older(session_id)])
+        return max([newest.turn, *self.older(session_id)])
 
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
         """Return a session's turns beyond a number."""
-        rows = self.transcript(session_id).turns
-        if not rows or rows[0]["turn"] > mark + 1:
-            older = [last for last in self.older(session_id) if last > mark]
-            before = [self.transcript(session_id, last).turns for last in older]
-            # By number: after a kill two files may hold the same.
-            turns = {row["turn"]: row for row in itertools.chain(*before, rows)}
-            rows = [*turns.values()]
-        return [row for row in rows if row["turn"] > mark]
+        files = [last for last in self.older(session_id) if last > mark] + [0]
+        each = (self.storage(session_id, last).load().turns for last in files)
+        # By number: after a kill two files may hold the same.
+        turns = {row["turn"]: row for rows in each for row in rows}
+        return [row for row in turns.values() if row["turn"] > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
-        """Return the facts and what else there is, and the turns that wait to be learned.
+        """Return what `load` does, and the turns that wait to be learned, as they ended.
 
-        These are the turns beyond the marks, in the order they ended. A marker with
-        nothing behind it is unlinked.
+        A marker with nothing behind it is unlinked.
         """
         state, each = self.load(), []
         for marker in sorted(self.folder.glob("*.unlearned")):
@@ -800,7 +781,7 @@ class UserFiles:
         if not state.name:
             state = self.write(replace(state, name=name))
         number = self.last_turn(session_id) + 1
-        return number, state, self.transcript(session_id), waiting
+        return number, state, self.storage(session_id).value, waiting
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -811,28 +792,30 @@ class UserFiles:
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
         # First: a turn unmarked is never learned. Durable with the folder's next fsync.
         (self.folder / f"{session_id}.unlearned").touch()
-        if len(self.transcript(session_id).turns) >= FILE_TURNS:
+        newest = self.storage(session_id)
+        if len(newest.value.turns) >= FILE_TURNS:
             self.roll_over(session_id)
-        storage = self.storage(session_id)
-        table = TinyDB(storage=lambda: storage).table("turns")
+        table = TinyDB(storage=lambda: newest).table("turns")
         table.insert(Document(row, doc_id=number))
 
     def roll_over(self, session_id: str) -> None:
         """Move the older half of a full file into one of its own."""
         newest, half = self.storage(session_id), FILE_TURNS // 2
-        rows = [*newest.tables["turns"].items()]
-        older = self.storage(session_id, int(rows[half - 1][0]))
-        if older.load() and older.tables["turns"] != dict(rows[:half]):
+        content = newest.load()
+        first, rest = content.turns[:half], content.turns[half:]
+        older = self.storage(session_id, first[-1]["turn"])
+        if older.load().turns not in ([], first):
             set_aside(older.path)
-        older.write({"turns": dict(rows[:half])})
-        newest.write({**newest.tables, "turns": dict(rows[half:])})
+        older.write(Transcript(first).tables())
+        newest.write(replace(content, turns=rest).tables())
 
     def summarize(self, session_id: str, old: list[TurnRow], summary: str) -> None:
         """Write a session's summary, if the turns it holds still are its oldest unfolded ones."""
-        storage = self.storage(session_id)
-        if self.transcript(session_id).unfolded()[: len(old)] == old:
-            row = {"summary": summary, "turn": old[-1]["turn"]}
-            storage.write({**storage.tables, "summary": {"1": row}})
+        newest = self.storage(session_id)
+        content = newest.load()
+        if content.unfolded()[: len(old)] == old:
+            last = old[-1]["turn"]
+            newest.write(replace(content, summary=summary, turn=last).tables())
 
 
 def erase(folder: Path, *patterns: str) -> None:
@@ -849,34 +832,33 @@ class User(UserFiles):
     def __init__(self, memory: "Memory", key: str):
         super().__init__(memory.folder / key)
         self.memory, self.key = memory, key
-        self.facts = Vectors(self.folder / "memory.faiss", memory)
-        self.past = Vectors(self.folder / "turns.faiss", memory)
+        self.vectors = Vectors(self.folder, memory)
+        self.dirty = False  # some of them are not on disk
         self.fact_index: tuple[dict[str, Fact], Index] | None = None  # and of what
         self.busy = 0  # turns that run, and workers that look
         self.used = 0.0  # seconds of the event loop's clock
         self.size = 2000  # bytes held in memory, as measured last
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread, under the user's lock; note it where the files fail."""
+    async def run(
+        self, function: Callable[..., T], *arguments: Any, warm: str = ""
+    ) -> T:
+        """Call a function in a thread, under the user's lock; note it where the files fail.
+
+        Args:
+            warm: A file. Where it is known and none that is known has changed, the call
+                is on the event loop: with 64 turns at once, a thread costs 20 ms more.
+        """
         locks = self.memory.locks
         try:
             async with locks.held(self.key):
+                files: list[Any] = [self.memory_file, *self.transcripts.values()]
+                fresh = warm in self.transcripts
+                if fresh and all(file.stamp == stamp(file.path) for file in files):
+                    return function(*arguments)
                 return await locks.in_thread(function, *arguments)
         except OSError:
             self.memory.degraded.note("storage", failed=True)
             raise
-
-    async def begin_turn(self, name: str, session_id: str) -> Begun:
-        """Call `begin`; on the event loop if no file that is known has changed.
-
-        In a thread, with 64 turns at once, the first token comes 20 ms later.
-        """
-        async with self.memory.locks.held(self.key):
-            files: list[Any] = [self.memory_file, *self.transcripts.values()]
-            fresh = all(file.stamp == stamp(file.path) for file in files)
-            if fresh and f"{session_id}.json" in self.transcripts:
-                return self.begin(name, session_id)
-        return await self.run(self.begin, name, session_id)
 
     async def change(
         self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
@@ -901,27 +883,23 @@ class User(UserFiles):
         self.memory.degraded.note("storage", failed=False)
         return result
 
-    def is_dirty(self) -> bool:
-        """Tell whether there are vectors that are not on disk."""
-        return self.facts.dirty or self.past.dirty
-
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
-        vectors = [*self.facts.by_id.values(), *self.past.by_id.values()]
+        files: list[Any] = [self.memory_file, *self.transcripts.values()]
+        stamps = [*self.vectors.stamps.values(), *(file.stamp for file in files)]
         # A file that is not there has an object too.
-        # A copy, as a thread may be adding to them
-        files: list[AtomicStorage[Any]] = [self.memory_file, *self.transcripts.values()]
-        stamps = [file.stamp for file in files]
-        size = sum(2000 + (found[1] if found else 0) for found in stamps)
-        return size + sum(vector.nbytes for vector in vectors)
+        return sum(2000 + (found[1] if found else 0) for found in stamps)
+
+    def index(self, entries: list[Entry]) -> Index:
+        return Index(entries, [*map(self.vectors.get, entries)])
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> Ranked:
         facts = self.load().facts
         of, index = self.fact_index or ({}, None)
-        if self.facts.load() or not index or of is not facts:
-            index = self.facts.index(fact_entries(facts))
+        if self.vectors.load("memory.faiss") or not index or of is not facts:
+            index = self.index(fact_entries(facts))
             self.fact_index = facts, index
         found = index.search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
@@ -930,15 +908,13 @@ class User(UserFiles):
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        self.past.load()
-        index = self.past.index([*self.messages()])
-        found = index.search(query, vector, 4 * k, cut=False)
+        self.vectors.load("turns.faiss")
+        found = self.index([*self.messages()]).search(query, vector, 4 * k, cut=False)
         places = dict.fromkeys((entry.session_id, int(entry.key)) for _, entry in found)
         exchanges = []
         for session_id, number in [*places][:k]:
             turns = self.turns_after(session_id, number - 2)
-            near = [row for row in turns if row["turn"] < number + 2]
-            exchanges.append((session_id, near))
+            exchanges.append((session_id, [t for t in turns if t["turn"] < number + 2]))
         return exchanges
 
     def messages(self, without: str = "") -> Iterator[Entry]:
@@ -949,27 +925,24 @@ class User(UserFiles):
 
     def missing(self, turns: list[Unlearned] | None = None) -> list[Entry]:
         """Return the facts, and the messages of turns (None: all), that have no vector."""
-        self.facts.load()
-        self.past.load()
         entries = fact_entries(self.load().facts)
+        for file in ("memory.faiss", "turns.faiss"):
+            self.vectors.load(file)
         entries += self.messages() if turns is None else []
         for turn in turns or []:
             entries += message_entries(turn.session_id, [turn.row])
-        return [e for e in dict.fromkeys(entries) if self.vectors(e).get(e) is None]
-
-    def vectors(self, entry: Entry) -> Vectors:
-        return self.past if entry.session_id else self.facts
+        return [e for e in dict.fromkeys(entries) if self.vectors.get(e) is None]
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
-        for entry, vector in vectors.items():
-            self.vectors(entry).add(entry, vector)
-        self.fact_index = None
+        self.vectors.add(vectors)
+        self.fact_index, self.dirty = None, True
 
     def save_vectors(self, state: State | None = None, without: str = "") -> None:
         """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
-        self.facts.save(fact_entries((state or self.load()).facts))
-        self.past.save(self.messages(without))
-        self.fact_index = None  # other processes' vectors were taken too
+        facts = fact_entries((state or self.load()).facts)
+        self.vectors.save("memory.faiss", facts)
+        self.vectors.save("turns.faiss", self.messages(without))
+        self.fact_index, self.dirty = None, False  # others' vectors were taken too
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -981,8 +954,8 @@ def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each between its neighbours."""
-    both = ((row, text) for row in turns for text in (row["query"], row["response"]))
-    said = [(row, text) for row, text in both if text]
+    each = [(row, text) for row in turns for text in (row["query"], row["response"])]
+    said = [(row, text) for row, text in each if text]
     around = ["", *(text[:500] for _, text in said), ""]
     entries = []
     for n, (row, text) in enumerate(said):
@@ -999,7 +972,7 @@ def list_sessions(user: User) -> list[Row]:
     user.load()
     found = []
     for session_id in user.sessions():
-        turns = user.transcript(session_id).turns
+        turns = user.storage(session_id).load().turns
         last = user.last_turn(session_id)
         ended = turns[-1]["ended_at"] if turns else None
         found.append({"session_id": session_id, "turns": last, "updated_at": ended})
@@ -1012,7 +985,7 @@ def read_session(user: User, session_id: str) -> tuple[str, list[TurnRow]]:
     turns = user.turns_after(session_id, 0)
     if not turns and not any(user.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
-    return user.transcript(session_id).summary, turns
+    return user.storage(session_id).load().summary, turns
 
 
 def delete_session(user: User, session_id: str) -> None:
@@ -1034,18 +1007,18 @@ def delete_session(user: User, session_id: str) -> None:
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
-    state = user.load().copy()
+    state = user.load()
     if fact_id is None:
-        state.facts, state.history = {}, []
-        sessions = user.sessions()
-        state.learned |= {s: user.last_turn(s) for s in sessions}
+        learned = {
+            session_id: user.last_turn(session_id) for session_id in user.sessions()
+        }
+        state = replace(state, facts={}, history=[], learned=state.learned | learned)
     else:
-        own = [texts(row) for row in state.history if row["memory_id"] == fact_id]
-        if not (state.facts.pop(fact_id, None) or own):
-            raise NotFound("fact")
         # Forgotten and learned again, the same words stand under two ids.
-        gone = set().union(*own)
-        state.history = [row for row in state.history if not gone & texts(row)]
+        gone = set().union(*map(texts, fact_history(user, fact_id)))
+        history = [row for row in state.history if not gone & texts(row)]
+        facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
+        state = replace(state, facts=facts, history=history)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
     user.save_vectors(state)
     erase(user.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
@@ -1882,7 +1855,7 @@ class Memory:
         await asyncio.gather(*tasks, return_exceptions=True)
         for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
             ended.clear()  # it may be opened again
-        for user in [user for user in self.users.values() if user.is_dirty()]:
+        for user in [user for user in self.users.values() if user.dirty]:
             # What a full disk keeps from being written is made again.
             with suppress(NotFound, OSError):
                 await user.run(user.save_vectors)
@@ -1903,7 +1876,7 @@ class Memory:
         """Forget who was away longest where too much is held."""
         held = sum(user.size for user in self.users.values())
         for user in [*self.users.values()] if held > CACHE_BYTES else []:
-            if held > CACHE_BYTES and not user.busy and not user.is_dirty():
+            if held > CACHE_BYTES and not user.busy and not user.dirty:
                 held -= user.size
                 del self.users[user.key]
 
@@ -1923,7 +1896,9 @@ class Memory:
         user.busy += 1
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
-                begun = await user.begin_turn(name, session_id)
+                begun = await user.run(
+                    user.begin, name, session_id, warm=f"{session_id}.json"
+                )
                 yield Turn(self, user, session_id, begun)
         finally:
             user.busy -= 1
@@ -2115,7 +2090,7 @@ class Learner:
         if rest > 0:
             return rest
         embedded = await self.embed_missing(user)
-        if user.is_dirty():
+        if user.dirty:
             await user.run(user.save_vectors)
         if not embedded:
             raise NoAnswer("no embeddings")
@@ -2132,10 +2107,10 @@ class Learner:
             found = await embedder.vectors([entry.text for entry in batch], query=False)
             pairs = zip(batch, found, strict=True)
             made = {entry: vector for entry, vector in pairs if vector is not None}
-            await user.run(user.remember, made)
             complete = complete and len(made) == len(batch)
             if not made:  # the endpoint is away
                 break
+            await user.run(user.remember, made)
         return complete
 
     async def learn(self, user: User) -> list[Unlearned] | None:
@@ -2244,7 +2219,7 @@ class Learner:
     async def summarize(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.memory.settings.history_turns
-        transcript = await user.run(user.transcript, session_id)
+        transcript = await user.run(user.storage(session_id).load)
         turns = transcript.unfolded()
         if len(turns) <= 2 * keep:
             return

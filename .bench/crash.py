@@ -38,6 +38,7 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
         while True:
             await asyncio.sleep(random.uniform(0.01, 0.05))
             for user in list(service.users.values()):
-                if user.is_dirty():
+                if user.dirty:
                     with suppress(memory.NotFound):
                         await user.run(user.save_vectors)
 
@@ -234,11 +235,12 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     history = table(folder / "memory.json", "history")
     rows = ((row["memory_id"], row["new_memory"]) for row in history)
     found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
-    vectors = memory.Vectors(folder / "memory.faiss", "random")
-    vectors.load()
+    vectors: Any = memory.Vectors(folder, SimpleNamespace(model="random"))
+    vectors.load("memory.faiss")
     for text in texts:
-        if (id := memory.vector_id("random", "", text)) in vectors.by_id:
-            found["wrong vectors"] += differ(vectors.by_id[id], text)
+        found_vector = vectors.get(memory.Entry("", "", text, "", "", ""))
+        if found_vector is not None:
+            found["wrong vectors"] += differ(found_vector, text)
 
 
 # --- Mem0, as its documentation sets it up ---

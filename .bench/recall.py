@@ -88,12 +88,11 @@ class Service:
         entries = [
             e for session, turns in said for e in message_entries(session, turns)
         ]
-        for entry in entries:
-            found.past.add(entry, self.embed(entry.text))
-        return found.past.index(entries)
+        found.vectors.add({entry: self.embed(entry.text) for entry in entries})
+        return found.index(entries)
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
-        vector = (await self.memory.embedder.vectors([query], 60, ""))[0]
+        vector = (await self.memory.embedder.vectors([query]))[0]
         found = self.indexes[user].search(query, vector, k, cut=False)
         return [(f"{e.session_id}/{e.key} {e.text}", score) for score, e in found]
 
