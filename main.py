@@ -165,8 +165,9 @@ class CompletionRequest(BaseModel, extra="allow"):
     @classmethod
     def check_json(cls, body: Any) -> Any:
         """Refuse what cannot be sent on: NaN, lone surrogates, hundreds of levels."""
-        to_json([[body]])  # as deep as in a request
-        json.dumps(body, allow_nan=False)
+        if isinstance(body, dict):
+            to_json([[body]])  # as deep as in a request
+            json.dumps(body, allow_nan=False)
         return body
 
 
@@ -453,7 +454,8 @@ class AgentRun:
             block = hints.block() if turn else ""
             messages = around_history(history or [], block)
         self.prompt["messages"] = messages
-        shown = {"facts": hints.facts, "pending": len(hints.said)}
+        pending = len(turn.unlearned) if turn else 0
+        shown = {"facts": hints.facts, "pending": pending}
         self.events.emit("memory", **shown, degraded=hints.degraded)
 
     def offer_tools(self) -> None:
@@ -517,6 +519,10 @@ class AgentRun:
         try:
             async with aclosing(stream) as chunks:
                 await reply.read(chunks, most)
+        except Failure as failure:
+            if failure.code == UNAVAILABLE:  # the answer broke off
+                self.service.chat.answers = False
+            raise
         finally:  # a turn that is interrupted keeps what was said
             done["response"] = reply.text
         done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
@@ -591,9 +597,10 @@ def text_of(message: Message) -> str:
 
 def around_history(history: list[Message], block: str) -> list[Message]:
     """Return a client's messages with one system message, ours and theirs, and the hints."""
-    own = [said for said in history if said["role"] in ("system", "developer")]
-    system = "\n\n".join([SYSTEM, *map(text_of, own)])
-    prompt = [dict(said) for said in history if said not in own]
+    roles = ("system", "developer")
+    own = [text_of(said) for said in history if said["role"] in roles]
+    system = "\n\n".join([SYSTEM, *own])
+    prompt = [dict(said) for said in history if said["role"] not in roles]
     if block:
         asked = [said for said in prompt if said["role"] == "user"][-1]
         content, text = asked["content"], f"{block}\n\n"
@@ -713,7 +720,10 @@ def printable(text: Any) -> str:
 def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments; {} where there are none, None where it is no JSON object."""
     try:
-        arguments = pydantic_core.from_json(text.strip() or "{}") or {}
+        text = text.strip() or "{}"
+        # Nested deeper, it could not be read again from a transcript.
+        pydantic_core.from_json("[" * 9 + text + "]" * 9)
+        arguments = pydantic_core.from_json(text) or {}
         json.dumps(arguments, allow_nan=False)  # endpoints would choke on 1e999
     except ValueError:
         return None
@@ -759,7 +769,7 @@ class Endpoint:
         self.sizes: Json = {}  # the models there → max_model_len
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         self.answers = False  # to the last request
-        self.look_at, self.looking = 0.0, asyncio.Lock()
+        self.looked, self.looking = -math.inf, asyncio.Lock()  # when last, in seconds
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -772,11 +782,14 @@ class Endpoint:
             failure = error
         except TimeoutError as error:
             failure = Failure(TIMEOUT, TOO_SLOW, said=repr(error))
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                failure = Failure(UNAVAILABLE, UNREACHED, said=repr(error))
         except OSError as error:
             failure = Failure(UNAVAILABLE, UNREACHED, said=repr(error))
         except Exception as error:  # noqa: BLE001 (of aiohttp, or an answer that is none)
             failure = Failure(UNAVAILABLE, NOT_AVAILABLE, said=repr(error))
-        self.answers = failure.code in (REJECTED, TOO_LONG)
+        # What was wrong with the request itself; not a key, an address or a model's name.
+        self.answers = failure.status in (400, 413, 422)
         raise failure
 
     async def request(
@@ -849,26 +862,30 @@ class Endpoint:
             response = await self.send(path, body, {}, patience)
             return json.loads(await response.read())
 
-    async def look(self) -> None:
+    async def look(self, max_age: float) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
-        Who comes within LOOK_AFTER goes by what was found. Raises Failure.
+        Who comes within `max_age` seconds, or waits meanwhile, goes by what was found.
+        Raises Failure.
         """
+        asked = time.monotonic()
         async with self.looking:
-            if time.monotonic() < self.look_at:
+            if self.looked > asked - max_age:
                 return
-            self.look_at = time.monotonic() + LOOK_AFTER
-            with self.noted():
-                async with asyncio.timeout(2):
-                    found = (await self.ask("models", {}))["data"]
-                self.sizes = {one["id"]: one.get("max_model_len") for one in found}
+            try:
+                with self.noted():
+                    answer = await asyncio.wait_for(self.ask("models", {}), 2)
+                    sizes = {m["id"]: m.get("max_model_len") for m in answer["data"]}
+                    self.sizes = sizes
+            finally:
+                self.looked = time.monotonic()
             self.model = self.model or next(iter(self.sizes), "")
 
     async def introduce(self, setting: str) -> None:
         """Put into the log of the start which model is used, or what to set."""
         told = f"{setting} at {self.url}"
         try:
-            await self.look()
+            await self.look(0)
         except Failure as error:
             return start_log.warning("%s: %s %.300s", told, error.message, error.said)
         if self.model in self.sizes:
@@ -879,8 +896,9 @@ class Endpoint:
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
-            self.look_at = 0.0  # now
-            await self.look()
+            await self.look(0)
+        if not self.model:
+            raise Failure(UNAVAILABLE, UNREACHED)
         return self.model
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
@@ -1052,8 +1070,10 @@ class Service:
         chat, learner = self.chat, self.memory.learner
         if not (CONTEXT_TOKENS or chat.sizes):
             with suppress(Failure):
-                await chat.look()
-        learner.context_tokens = CONTEXT_TOKENS or chat.sizes.get(chat.model) or 8192
+                await chat.look(LOOK_AFTER)
+        size = chat.sizes.get(chat.model)
+        size = size if isinstance(size, int) and size > 0 else 8192
+        learner.context_tokens = CONTEXT_TOKENS or size
         return learner.context_tokens
 
     async def health(self) -> Json:
@@ -1061,7 +1081,7 @@ class Service:
         learner, chat = self.memory.learner, self.chat
         degraded = self.memory.degraded
         with suppress(Failure):
-            await chat.look()
+            await chat.look(LOOK_AFTER)
         works = chat.answers and chat.model
         broken = "unreachable" if chat.key else "not configured"
         return {

@@ -2285,8 +2285,11 @@ class Turn:
             history: What else stands before the model, where that is not the transcript.
         """
         self.message, settings = message, self.memory.settings
-        said = self.just_said(history)
-        said = said[: fitting(said, settings.hint_tokens // 3)]
+        said, room = [], settings.hint_tokens // 3
+        for text in self.just_said(history):
+            if room > 10:  # tokens, of 3 bytes; less says nothing
+                said.append(cut(text, min(240, 3 * room - 9)))
+                room -= line_tokens(said[-1])
         budget = settings.hint_tokens - sum(map(line_tokens, said))
         at, facts = datetime.now(UTC), [*self.state.facts.values()]
         all_fit = fitting([fact["text"] for fact in facts], budget) == len(facts)
@@ -2348,7 +2351,8 @@ class Turn:
             "started_at": started_at or now(),
             "ended_at": now(),
         }
-        [checked] = TURNS.validate_python([row], strict=True)
+        written = pydantic_core.to_json({"turns": {self.number: row}})
+        [checked] = Transcript.parse(pydantic_core.from_json(written)).turns
         await to_the_end(asyncio.ensure_future(self.append(checked)))
 
     async def append(self, row: TurnRow) -> None:

@@ -1595,6 +1595,16 @@ def test_learnings_and_summaries_stay_within_the_context(start, model, caplog, s
         assert asked + request["max_tokens"] < size
 
 
+def test_long_messages_in_any_script_are_just_said_and_hide_no_other(chat, model):
+    model.hold_learning.clear()
+    chat.ask("我叫小明，住在上海")
+    chat.ask("我喜欢茶。" * 60)
+    events = chat.ask("你好", session=B)
+    said = hints(model.requests[-1])
+    assert "我叫小明，住在上海" in said and "我喜欢茶。我喜欢茶。" in said
+    assert events[0]["pending"] == 2
+
+
 def test_hints_have_what_was_just_said_newest_first_without_secrets(chat, model):
     model.hold_learning.clear()
     chat.ask("My password is hunter22, and my card is 4111 1111 1111 1111.")
@@ -4326,6 +4336,22 @@ def test_a_bad_request_is_400_in_openais_shape(shared, picky, number, stream):
     assert not (shared.folder / "nobody").exists()
 
 
+def test_a_body_without_its_content_type_is_refused_in_words(shared):
+    for kind in ({}, {"Content-Type": "text/plain"}):
+        reply = shared.http.post(V1, content=b'{"messages": []}', headers=kind)
+        assert reply.status_code == 400
+        assert "Content-Type" in reply.json()["error"]["message"]
+
+
+def test_arguments_nested_too_deep_cost_no_transcript(start, model):
+    deep = json.loads("[" * 198 + "]" * 198)
+    with start() as chat:
+        model.replies += [calls(("calculate", {"expression": deep})), says("So.")]
+        assert not of(chat.ask("Sum?"), "tool_result")[0]["ok"]
+    with start() as chat:
+        assert [turn["query"] for turn in chat.turns()] == ["Sum?"]
+
+
 def test_an_odd_request_and_no_depth_of_nesting_is_a_server_error(shared, picky):
     odd = [  # each was a server error once
         v1(tools=[{"type": "function", "function": {"name": ["tide"]}}]),
@@ -4493,6 +4519,33 @@ def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
         wait_for(lambda: chat.health()["pending"] == 0)
         assert chat.health()["degraded"] == {}
         assert chat.facts() == ["User likes tea."]
+
+
+@pytest.mark.parametrize("reply", [refused(401), refused(404), [sse('"Half"')]])
+def test_health_says_that_turns_fail(start, model, reply):
+    with start() as chat:
+        assert answer(chat.ask("Hi!")) and chat.health()["status"] == "ok"
+        model.replies.append(reply)
+        assert chat.ask("Hi!")[-1]["type"] == "error"
+        assert chat.health()["model"] == "unreachable"
+
+
+def test_turns_share_a_look_at_the_models(start, model):
+    with start(CHAT_MODEL="") as chat:
+        chat.service.chat.model, model.models_status = "", 500
+        before = len(model.paths)
+        with ThreadPoolExecutor(12) as pool:
+            ends = [*pool.map(lambda n: chat.ask("Hi!", user=f"u{n}")[-1], range(12))]
+        assert {end["code"] for end in ends} == {"upstream_unavailable"}
+        assert len(model.paths) - before < 8  # each look asks twice
+        model.models_status = 200
+        assert answer(chat.ask("Hi!"))
+
+
+def test_a_size_that_is_no_number_ends_no_start(start, model):
+    model.context = "8192"
+    with start(CHAT_MODEL="") as chat:
+        assert answer(chat.ask("Hi!"))
 
 
 @pytest.mark.parametrize("seconds, looks", [(3600.0, 0), (0.0, 4)])
