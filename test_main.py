@@ -4349,7 +4349,7 @@ def test_arguments_nested_too_deep_cost_no_transcript(start, model):
         model.replies += [calls(("calculate", {"expression": deep})), says("So.")]
         assert not of(chat.ask("Sum?"), "tool_result")[0]["ok"]
     with start() as chat:
-        assert [turn["query"] for turn in chat.turns()] == ["Sum?"]
+        assert [row["query"] for row in chat.session().json()["turns"]] == ["Sum?"]
 
 
 def test_an_odd_request_and_no_depth_of_nesting_is_a_server_error(shared, picky):
