@@ -799,12 +799,7 @@ class Endpoint:
 
         By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
         httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
-
-        Args:
-            patience: How many times UPSTREAM_TIMEOUT it may be silent.
-
-        Raises:
-            Failure: There is none.
+        It may be silent for UPSTREAM_TIMEOUT, `patience` times. Raises Failure.
         """
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)

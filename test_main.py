@@ -3945,7 +3945,9 @@ def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(start, m
         assert answer(chat.ask("Hi!"))  # a size that is not known ends no turn
         assert chat.ask(long)[-1]["code"] == "context_too_long"
         model.models_status = 200
-        assert answer(chat.ask("Hi again!"))
+        model.replies.append(says(long * 2))  # more than 4 bytes a token of 8,192
+        [choice] = chat.http.post(V1, json=v1()).json()["choices"]
+        assert choice["finish_reason"] == "stop"
         assert answer(chat.ask(long))
     assert len(model.requests) == 3
     assert model.requests[-1]["messages"][-1]["content"].endswith(long)
