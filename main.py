@@ -694,7 +694,7 @@ class ReplyParser:
         id, name = printable(piece.get("id")), printable(function.get("name"))
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
-        same = [call for call in self.calls if index in (None, call.index)]
+        same = [c for c in self.calls if None in (index, c.index) or index == c.index]
         call = same[-1] if same else None
         # Some servers put every call under one index or under none, some repeat the name
         # in each piece, older ones give each piece an id of its own.
@@ -843,6 +843,8 @@ class Endpoint:
             said = failure.said.lower()
             named = [part for part, names in PARTS.items() if re.search(names, said)]
             parts = [part for part in named if without(request, part) != request]
+            if named and failure.code == REJECTED:
+                failure.message += f" It speaks of {named[0]}."
             if not parts or failure.code != REJECTED:
                 raise
         response = await self.send(path, without(request, parts[0]), given, patience)

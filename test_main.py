@@ -2690,6 +2690,7 @@ STREAMS = {
     "a call that is only mentioned is an answer": told_as_it_is("Write ", f"<tool_call>{CALL}</tool_call>"),
     "a call with words after it is an answer": told_as_it_is(CALL, " is how."),
     # Pieces of calls
+    "the first piece without index": ('+ - aa calculate {"expression":\n+ 0 - - "2+3"}\nstop', ran(("aa", *SUM))),
     "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
     "pieces without id": ('+ 0 - calculate {"expression":\n+ 0 - - "2+3"}\n+ 1 - current_time ""\nstop', ran(*BOTH)),
     "pieces with neither": ('+ - - calculate {"expression":\n+ - - - "2+3"}\n+ - - calculate {"expression":"7*6"}\nstop', ran(("new0", *SUM), ("new1", *PRODUCT))),
@@ -4336,6 +4337,13 @@ def test_a_bad_request_is_400_in_openais_shape(shared, picky, number, stream):
     assert error["type"] == "invalid_request_error" and not picky.requests
     assert not re.search(r"Traceback|\([\"']|,\)", reply.text)
     assert not (shared.folder / "nobody").exists()
+
+
+def test_a_part_of_a_client_that_the_endpoint_refuses_is_named(chat, model):
+    model.refuse = lambda request: "max_tokens" in request and "no max_tokens here"
+    reply = chat.http.post(V1, json=v1(max_tokens=5))
+    assert reply.status_code == 400
+    assert "max_tokens" in reply.json()["error"]["message"]
 
 
 def test_a_body_without_its_content_type_is_refused_in_words(shared):
