@@ -1540,9 +1540,7 @@ def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, m
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "refused"])
-def test_a_refused_learning_is_made_smaller_and_given_up(
-    start, model, monkeypatch, cut
-):
+def test_a_refused_learning_is_made_smaller(start, model, monkeypatch, cut):
     half = {"message": {"content": '{"operations": ['}, "finish_reason": "length"}
     refusal = (200, {"choices": [half]}) if cut else refused(413)
     monkeypatch.setattr(memory, "BACK_OFF", 0.01)
@@ -2628,9 +2626,7 @@ def as_expected(events):
     varies = "ms", "message"
     text = json.dumps([{k: e[k] for k in e if k not in varies} for e in events])
     for n, made in enumerate(of(events, "tool_call")):
-        if re.fullmatch(
-            "[a-zA-Z0-9]{9}", made["id"]
-        ):  # as every chat template takes it
+        if re.fullmatch("[a-zA-Z0-9]{9}", made["id"]):  # any template takes it
             text = text.replace(made["id"], f"new{n}")
     text = re.sub(r'"\d{4}-[^"]* week \d+\)"', '"TIME"', text)
     text = re.sub(r'"[^"]*calculate takes JSON(\\.|[^"\\])*"', f'"{NO_JSON}"', text)
