@@ -3523,6 +3523,17 @@ def test_a_damaged_session_goes_on_behind_its_older_files(tmp_path, monkeypatch)
     assert len(list(tmp_path.glob("ann/*.corrupt-*"))) == 1
 
 
+def test_an_older_file_that_says_otherwise_is_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "FILE_TURNS", 2)
+    asyncio.run(live(tmp_path, "I like w1"))
+    other = (tmp_path / "ann" / f"{A}.json").read_text().replace("w1", "w0")
+    (tmp_path / "ann" / f"{A}.1.json").write_text(other)
+    asyncio.run(live(tmp_path, "I like w2", "I like w3"))
+    [aside] = tmp_path.glob("ann/*.corrupt-*")
+    assert aside.read_text() == other
+    assert queries_in(tmp_path) == [f"I like w{n}" for n in (1, 2, 3)]
+
+
 def test_a_file_of_equal_size_and_moment_is_another(tmp_path, monkeypatch):
     (tmp_path / "ann").mkdir()
     writer, reader = (memory.UserFiles(tmp_path / "ann") for _ in range(2))
