@@ -494,38 +494,36 @@ class Index:
         """
         chance = math.sqrt(2 * math.log(max(2, len(self.entries))))
         meaning, terms = self.by_meaning(vector), query_terms(query)
-        power, most = 2 if meaning.any() else 1, chance if cut else math.inf
-        words = self.by_share(terms, power) if cut else self.by_bm25(terms)
-        evidence = np.minimum(most, meaning) + words
-        top, least = evidence.max(initial=0.0), -math.inf
+        if cut:
+            share = self.by_words(terms, "1") / max(1, len(terms))
+            words = ALL * share ** (2 if meaning.any() else 1)
+            evidence = np.minimum(chance, meaning) + words
+        else:
+            # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
+            one = max(1e-6, math.log(max(1.0, (len(self.entries) - 0.5) / 1.5)))
+            either = [" OR ".join(terms)] if terms else []
+            words = self.by_words(either, "-bm25(entries, 1.0, 0.5, 0.3, 1.0)")
+            evidence = meaning + words * RARE / one
+        least = -math.inf
         if cut and len(self.entries) >= FEW:
+            top = evidence.max()
             least = max(FLOOR * chance, top - chance)
             if top < GATE * chance:
                 return []
         scores = np.maximum(0.0, evidence / (np.abs(evidence) + chance)).tolist()
-        best = np.lexsort((-meaning, -evidence))[:k]
         # Zero stands for what has no vector and holds no word of the query.
-        found = [p for p in best if evidence[p] and evidence[p] >= least]
-        return [(scores[p], self.entries[p]) for p in found]
+        kept = (evidence != 0) & (evidence >= least)
+        order = np.lexsort((-meaning, -evidence))
+        return [(scores[p], self.entries[p]) for p in order[kept[order]][:k]]
 
-    def by_share(self, terms: list[str], power: int) -> np.ndarray:
-        held = np.zeros(len(self.entries))
-        select = "SELECT rowid - 1 FROM entries WHERE entries MATCH ?"
-        for term in terms:
-            held[[position for (position,) in self.words.execute(select, [term])]] += 1
-        return ALL * (held / max(1, len(terms))) ** power
-
-    def by_bm25(self, terms: list[str]) -> np.ndarray:
-        # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
-        one = max(1e-6, math.log(max(1.0, (len(self.entries) - 0.5) / 1.5)))
-        score = f"{-RARE / one} * bm25(entries, 1.0, 0.5, 0.3, 1.0)"
+    def by_words(self, terms: list[str], score: str) -> np.ndarray:
+        """Return for each entry the sum of a score, in SQL, over the terms that it holds."""
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
-        words = np.zeros(len(self.entries))
-        for position, evidence in self.words.execute(
-            select, [" OR ".join(terms) or '""']
-        ):
-            words[position] = evidence
-        return words
+        sums = [0.0] * len(self.entries)
+        for term in terms:
+            for position, value in self.words.execute(select, [term]):
+                sums[position] += value
+        return np.array(sums)
 
     def by_meaning(self, query: np.ndarray | None) -> np.ndarray:
         """Return how far each entry's cosine is above the mean, in sigmas; 0: it has none."""
@@ -578,13 +576,14 @@ class Vectors:
 
     def load(self, file: str) -> bool:
         """Take what another process or an earlier run has written; tell whether there was any."""
-        found = stamp(self.folder / file)
+        path = self.folder / file
+        found = stamp(path)
         if found in (None, self.stamps.get(file)):
             return False
-        content = (self.folder / file).read_bytes()
+        content = path.read_bytes()
         # Of a damaged file FAISS may believe a size, and kill the process.
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            set_aside(self.folder / file)
+            set_aside(path)
             return False
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
@@ -660,7 +659,7 @@ class State:
         facts = {row["id"]: row for row in tables["facts"].values()}
         learned = {row["session_id"]: row["turn"] for row in tables["learned"].values()}
         rest = {"learned": learned, "history": [*tables["history"].values()]}
-        return STATE.validate_python({**user, "facts": facts, **rest})
+        return STATE.validate_python(user | rest | {"facts": facts})
 
     def tables(self) -> Tables:
         learned = [{"session_id": s, "turn": n} for s, n in self.learned.items()]
@@ -957,11 +956,17 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     each = [(row, text) for row in turns for text in (row["query"], row["response"])]
     said = [(row, text) for row, text in each if text]
     around = ["", *(text[:500] for _, text in said), ""]
-    entries = []
-    for n, (row, text) in enumerate(said):
-        key, day = str(row["turn"]), long_date(row["ended_at"])
-        entries.append(Entry(session_id, key, text, around[n], around[n + 2], day))
-    return entries
+    return [
+        Entry(
+            session_id,
+            str(row["turn"]),
+            text,
+            before,
+            after,
+            long_date(row["ended_at"]),
+        )
+        for (row, text), before, after in zip(said, around, around[2:])
+    ]
 
 
 # The user's own data: functions for Memory.user_data
@@ -983,7 +988,7 @@ def read_session(user: User, session_id: str) -> tuple[str, list[TurnRow]]:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
     session_id = str(UUID(session_id))
     turns = user.turns_after(session_id, 0)
-    if not turns and not any(user.folder.glob(f"{session_id}.*")):
+    if not turns:
         raise NotFound("session")
     return user.storage(session_id).load().summary, turns
 
