@@ -671,7 +671,7 @@ class State:
         }
 
     def copy(self) -> "State":
-        facts, learned = dict(self.facts), dict(self.learned)
+        facts, learned = {**self.facts}, {**self.learned}
         return replace(self, facts=facts, learned=learned, history=[*self.history])
 
 
@@ -911,7 +911,7 @@ class User(UserFiles):
         found = self.index([*self.messages()]).search(query, vector, 4 * k, cut=False)
         places = dict.fromkeys((entry.session_id, int(entry.key)) for _, entry in found)
         exchanges = []
-        for session_id, number in [*places][:k]:
+        for session_id, number in itertools.islice(places, k):
             turns = self.turns_after(session_id, number - 2)
             exchanges.append((session_id, [t for t in turns if t["turn"] < number + 2]))
         return exchanges

@@ -130,9 +130,7 @@ async def hints_cost(service: memory.Memory, user: memory.User) -> float:
     async with service.turn(user.key, str(uuid.uuid4())) as turn:
         for _ in range(REPEATS):
             query = sentence(random, "Do I know who")
-            await service.embedder.vectors(
-                [query], 9, ""
-            )  # the endpoint's work, not the service's
+            await service.embedder.vectors([query])  # the endpoint's work
             begun = time.process_time()
             await turn.hints(query)
             spent.append(1000 * (time.process_time() - begun))
