@@ -417,7 +417,7 @@ class Entry(NamedTuple):
     """What can be found: a fact, or one message of a past turn."""
 
     session_id: str  # "" for a fact
-    key: str  # the fact's id, or the turn's number
+    key: Any  # the fact's id, or the turn's number
     text: str
     before: str  # the message before
     after: str
@@ -508,8 +508,7 @@ class Index:
         if cut and len(self.entries) >= FEW:
             top = evidence.max()
             least = max(FLOOR * chance, top - chance)
-            if top < GATE * chance:
-                return []
+            least = least if top >= GATE * chance else math.inf
         scores = np.maximum(0.0, evidence / (np.abs(evidence) + chance)).tolist()
         # Zero stands for what has no vector and holds no word of the query.
         kept = (evidence != 0) & (evidence >= least)
@@ -909,7 +908,7 @@ class User(UserFiles):
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
         self.vectors.load("turns.faiss")
         found = self.index([*self.messages()]).search(query, vector, 4 * k, cut=False)
-        places = dict.fromkeys((entry.session_id, int(entry.key)) for _, entry in found)
+        places = dict.fromkeys((entry.session_id, entry.key) for _, entry in found)
         exchanges = []
         for session_id, number in itertools.islice(places, k):
             turns = self.turns_after(session_id, number - 2)
@@ -956,17 +955,11 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     each = [(row, text) for row in turns for text in (row["query"], row["response"])]
     said = [(row, text) for row, text in each if text]
     around = ["", *(text[:500] for _, text in said), ""]
-    return [
-        Entry(
-            session_id,
-            str(row["turn"]),
-            text,
-            before,
-            after,
-            long_date(row["ended_at"]),
-        )
-        for (row, text), before, after in zip(said, around, around[2:])
-    ]
+    entries = []
+    for (row, text), before, after in zip(said, around, around[2:]):
+        day = long_date(row["ended_at"])
+        entries.append(Entry(session_id, row["turn"], text, before, after, day))
+    return entries
 
 
 # The user's own data: functions for Memory.user_data
@@ -1014,9 +1007,7 @@ def delete_facts(user: User, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
     state = user.load()
     if fact_id is None:
-        learned = {
-            session_id: user.last_turn(session_id) for session_id in user.sessions()
-        }
+        learned = {s: user.last_turn(s) for s in user.sessions()}
         state = replace(state, facts={}, history=[], learned=state.learned | learned)
     else:
         # Forgotten and learned again, the same words stand under two ids.
