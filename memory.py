@@ -347,7 +347,8 @@ class Locks:
         self.owners -= 1
         if not self.owners:
             self.disk.shutdown()
-            os.close(self.opened.pop(self.path).file)
+            os.close(self.file)
+            del self.opened[self.path]
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
@@ -592,8 +593,8 @@ class Vectors:
         self.stamps[file] = found
         return True
 
-    def save(self, file: str, entries: Iterable[Entry]) -> None:
-        """Write the vectors of these entries and no others, also those that others have made."""
+    def save(self, file: str, entries: Iterable[Entry]) -> dict[int, np.ndarray]:
+        """Write and return the vectors of these entries alone, also those that others have made."""
         self.load(file)
         path, known = self.folder / file, self.by_id
         own = {id: known[id] for id in map(self.id, entries) if id in known}
@@ -605,6 +606,7 @@ class Vectors:
         else:
             path.unlink(missing_ok=True)
         self.stamps[file] = stamp(path)
+        return own
 
 
 # --- One user's files ---
@@ -938,8 +940,9 @@ class User(UserFiles):
     def save_vectors(self, state: State | None = None, without: str = "") -> None:
         """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
         facts = fact_entries((state or self.load()).facts)
-        self.vectors.save("memory.faiss", facts)
-        self.vectors.save("turns.faiss", self.messages(without))
+        kept = self.vectors.save("memory.faiss", facts)
+        kept |= self.vectors.save("turns.faiss", self.messages(without))
+        self.vectors.by_id = kept  # and nothing of what was deleted
         self.fact_index, self.dirty = None, False  # others' vectors were taken too
 
 

@@ -181,7 +181,7 @@ def search(facts: list[Any], vectors: Any, query: str, vector: Any) -> list[str]
     key = tuple(fact["text"] for fact in facts)
     if key not in INDEXES:
         days = [fact["day"][:10] for fact in facts]
-        days = [memory.day_in_words(d) if d[:4].isdecimal() else d for d in days]
+        days = [memory.long_date(d) if d[:4].isdecimal() else d for d in days]
         entries = [
             memory.Entry("", fact["id"], fact["text"], "", "", day)
             for fact, day in zip(facts, days, strict=True)
