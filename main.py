@@ -759,7 +759,8 @@ class Endpoint:
 
     def __init__(self, key: str, url: str, model: str):
         self.key, self.url = key, (url or "https://api.openai.com/v1").rstrip("/")
-        self.model = model if key else ""  # "": the first one there
+        self.configured = model if key else ""  # "": the first one there
+        self.model = self.configured
         self.http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # turns are limited
             headers={"Authorization": f"Bearer {key}", "Content-Type": JSON_TYPE},
@@ -790,6 +791,8 @@ class Endpoint:
             failure = Failure(UNAVAILABLE, NOT_AVAILABLE, said=repr(error))
         # What was wrong with the request itself; not a key, an address or a model's name.
         self.answers = failure.status in (400, 413, 422)
+        if failure.status == 404:  # another model is served there now
+            self.model = self.configured
         raise failure
 
     async def request(
@@ -1107,12 +1110,9 @@ class Service:
         }
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        try:  # patiently: nobody waits for it
+        with refusals():
+            # Patiently: nobody waits for it.
             found = await self.chat.ask("chat/completions", request, 5)
-        except Failure as failure:
-            if failure.status in (400, 413, 422):
-                raise memory.RequestRefused(failure.message) from failure
-            raise
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -1122,7 +1122,8 @@ class Service:
         embedder = self.endpoints["EMBEDDING_MODEL"]
         self.memory.model = model = await embedder.discover()
         body = {"model": model, "input": texts, "encoding_format": "base64"}
-        found = (await embedder.ask("embeddings", body))["data"]
+        with refusals():
+            found = (await embedder.ask("embeddings", body))["data"]
         found.sort(key=lambda row: row["index"])
         return [vector_of(row["embedding"]) for row in found]
 
@@ -1135,6 +1136,17 @@ class Service:
         body = {"model": model, "query": query, "documents": texts, "top_n": k}
         found = (await reranker.ask("rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in found]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raise memory.RequestRefused where an endpoint refuses the request itself."""
+    try:
+        yield
+    except Failure as failure:
+        if failure.status in (400, 413, 422):
+            raise memory.RequestRefused(failure.message) from failure
+        raise
 
 
 def vector_of(embedding: str | list[float]) -> np.ndarray:

@@ -1742,6 +1742,7 @@ class Embedder:
         self.embed, self.settings, self.degraded = embed, settings, degraded
         # By text with its prefix; what has failed is forgotten
         self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
+        self.size = 0  # of a vector
 
     async def vectors(
         self, texts: list[str], query: bool = True
@@ -1772,6 +1773,11 @@ class Embedder:
             vectors = map(unit_vector, await self.embed(texts))
             pairs = list(zip(texts, vectors, strict=True))
             found = {text: vector for text, vector in pairs if vector is not None}
+            self.size = max(map(len, found.values()), default=self.size)
+        except RequestRefused:  # such as a text that is too long for the model
+            if half := len(texts) // 2:
+                return await self.ask(texts[:half]) | await self.ask(texts[half:])
+            found = {texts[0]: np.zeros(self.size, "float32")} if self.size else {}
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
         self.degraded.note("embeddings", failed=not found)

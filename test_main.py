@@ -2436,16 +2436,17 @@ def test_wrong_calls_are_answered_with_what_fits():
 @pytest.mark.parametrize("result, text", [
     ("as it is", "as it is"), ({"a": ["é", None]}, '{"a": ["é", null]}'),
     (datetime(2026, 1, 2), '"2026-01-02 00:00:00"'), ("a\ud800b", "a?b"),
-    ("x" * 9_999, "x" * 7_967 + "\n[cut: 9999 characters in all]"),
-], ids=range(5))  # fmt: skip
+    ("x" * 9_999, "x" * 9 + "\n[cut: 9999 bytes in all]"),
+    ("茶" * 3_333, "茶\n[cut: 9999 bytes in all]"),
+], ids=range(6))  # fmt: skip
 def test_a_result_becomes_text_that_can_be_sent(result, text):
     def give() -> object:
         """Give it."""
         return result
 
     ok, sent = call(give, {})
-    assert (ok, sent[-30:]) == (True, text[-30:])
-    assert len(sent.encode()) <= tools.MAX_RESULT_CHARS
+    assert ok and sent.endswith(text)
+    assert len(sent.encode()) <= tools.MAX_RESULT_BYTES
 
 
 @pytest.mark.parametrize("error, text", [
@@ -3051,7 +3052,6 @@ def every_step(root, function):
 async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
     unreadable = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
     unreadable += [
-        {"rounds": "1"},
         {"tools": [{"name": object()}]},
         {"query": "\ud800"},
     ]
@@ -3233,6 +3233,27 @@ async def test_embeddings_that_hang_hold_up_nobodys_learning(tmp_path, monkeypat
         await happens(lambda: facts_in(tmp_path, "ann"))
         await say(service, "bob", A, "I like jazz")
         await happens(lambda: facts_in(tmp_path, "bob"))
+
+
+@in_a_loop
+async def test_a_text_that_embeddings_refuse_is_asked_for_once_and_keeps_no_other(
+    tmp_path,
+):
+    asked = []
+
+    async def picky(texts):
+        asked.extend(texts)
+        if "User likes w1." in texts:
+            raise memory.RequestRefused("too long")
+        return await embedded(texts)
+
+    async with remembering(tmp_path, embed=picky) as service:
+        for n in range(3):
+            await say(service, "ann", A, f"I like w{n}")
+            await all_learned(tmp_path)
+        user = service.users["ann"]
+        await happens(lambda: not user.missing())
+        assert asked.count("User likes w1.") < 6 and not service.degraded
 
 
 @in_a_loop
@@ -4556,6 +4577,15 @@ def test_turns_share_a_look_at_the_models(start, model):
         assert len(model.paths) - before < 8  # each look asks twice
         model.models_status = 200
         assert answer(chat.ask("Hi!"))
+
+
+def test_another_model_at_the_endpoint_is_found(start, model):
+    with start(CHAT_MODEL="") as chat:
+        chat.service.chat.model = "gone"
+        model.replies.append(refused(404))
+        assert chat.ask("Hi!")[-1]["type"] == "error"
+        assert answer(chat.ask("Hi!"))
+        assert model.requests[-1]["model"] == "stand-in"
 
 
 def test_a_size_that_is_no_number_ends_no_start(start, model):

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
-MAX_RESULT_CHARS = 8_000  # of one result, about 2,000 tokens
+MAX_RESULT_BYTES = 8_000  # of one result, about 2,000 tokens
 
 # --- Registry ---
 
@@ -72,9 +72,11 @@ async def call_tool(
             text = f"Error: {name} took longer than {timeout:g} s."
         elif not isinstance(error, ValueError):  # which says that the model asked amiss
             logger.exception("Tool %s failed", name)
-    text = text.encode("utf-8", "replace").decode()  # without lone surrogates
-    if len(text) > MAX_RESULT_CHARS:
-        text = f"{text[: MAX_RESULT_CHARS - 40]}\n[cut: {len(text)} characters in all]"
+    content = text.encode("utf-8", "replace")  # without lone surrogates
+    text = content.decode()
+    if len(content) > MAX_RESULT_BYTES:
+        start = content[: MAX_RESULT_BYTES - 40].decode(errors="ignore")
+        text = f"{start}\n[cut: {len(content)} bytes in all]"
     return ok, text
 
 
