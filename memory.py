@@ -54,7 +54,7 @@ from weakref import WeakValueDictionary
 import faiss
 import numpy as np
 import pydantic_core
-from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
+from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, with_config
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
@@ -115,6 +115,7 @@ class Fact(TypedDict):
     source: str  # session_id/turn
 
 
+@with_config(strict=True)
 class TurnRow(TypedDict):
     """One turn in a transcript."""
 
