@@ -140,8 +140,6 @@ class HistoryRow(TypedDict):
     new_memory: str | None
 
 
-TURNS = TypeAdapter(list[TurnRow])
-
 Tables = dict[str, dict[Any, Any]]  # of TinyDB, each of rows under "1", "2", …
 Content = TypeVar("Content", "State", "Transcript")  # what a file holds
 Stamp = tuple[int, int, int]
