@@ -1345,8 +1345,7 @@ def storable(text: str) -> bool:
     """Tell whether a text may be a fact: short, lasting, no secret and no instruction."""
     if len(text) > MAX_FACT_CHARS or not letters(text):
         return False
-    unfit = EPHEMERAL.search(text) or INSTRUCTION.search(text)
-    return not unfit and redact(text) == text
+    return not UNFIT.search(text) and redact(text) == text
 
 
 def one_line(text: Any) -> str:
@@ -1381,7 +1380,7 @@ TALK = (  # after "is": talk about a password, not one
 DATE = r"(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
 FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für|пользователя|للمستخدم)\b[^\n:=.,;]{0,30}?)?"
 IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
-SECRET = (
+SECRET = re.compile(
     rf"{PASSWORD}{FOR}{IS}{TALK}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
     rf"|{PASSWORD}{FOR}\s+(?:to\s+)?{DATE}(?=\S*\d)\S{{4,}}"
     rf"|{NUMBER}[^\d\n]{{0,30}}?(?<!\d){DATE}[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
@@ -1395,10 +1394,15 @@ SECRET = (
     r"|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{16,})"
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # https://user:password@host
     r"|\b(?:api|secret|access|auth)[ _-]?(?:key|token)\b[^\n.,;]{0,20}?\s[\"'`]?(?=\S*\d)[\w+/.~-]{6,}=*"
-    r"|\bbearer\s+[\w.~+/-]{16,}=*"
+    r"|\bbearer\s+[\w.~+/-]{16,}=*",
+    re.IGNORECASE,
 )
-IBAN = r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b"
-EPHEMERAL = re.compile(
+CARD = re.compile(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)")
+IBAN = re.compile(
+    r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b",
+    re.IGNORECASE | re.ASCII,
+)
+UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"\b(?:is|feels?|was)(?: (?:so|very|really|just|still|currently|right now))* (?:tired|exhausted|hungry"
     r"|bored|busy|late|sick|sad|happy|stressed)(?:,? (?:today|tonight|(?:right )?now|at the moment|this \w+))*\W*$"
     r"|\b(?:wants|needs|craves) .*\b(?:right now|at the moment)\W*$"
@@ -1407,11 +1411,9 @@ EPHEMERAL = re.compile(
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
     r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
     r"|\best[áa] (?:muy )?(?:cansad|ocupad)[oa]\b|\best (?:très )?(?:fatigué|occupé)e?\b"
-    r"|\bist (?:\w+ )?(?:müde|am (?:flughafen|bahnhof))\b|(?:今天|现在|正)(?:很|有点|在)?(?:累|困|饿|忙|机场)",
-    re.IGNORECASE,
-)
-INSTRUCTION = re.compile(
-    r"\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|all|your|system)\b"
+    r"|\bist (?:\w+ )?(?:müde|am (?:flughafen|bahnhof))\b|(?:今天|现在|正)(?:很|有点|在)?(?:累|困|饿|忙|机场)"
+    # Instructions
+    r"|\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|all|your|system)\b"
     r".{0,20}\b(?:instructions?|rules?|prompts?)\b|\b(?:reveal|print|show|repeat)\b.*\bsystem prompt\b"
     r"|\byou are (?:now|no longer)\b|\bfrom now on,? you\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>"
     r"|^\W*(?:(?:please|from now on|remember|important|system)\b\W*)*(?:(?:always|never|do not|don't"
@@ -1436,20 +1438,14 @@ def is_iban(text: str) -> bool:
     return int("".join(str(int(c, 36)) for c in code[4:] + code[:4])) % 97 == 1
 
 
-SECRETS: list[tuple[re.Pattern[str], Callable[[str], bool]]] = [
-    (re.compile(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)"), is_card),
-    (re.compile(IBAN, re.IGNORECASE | re.ASCII), is_iban),
-    (re.compile(SECRET, re.IGNORECASE), bool),
-]
-
-
 @functools.lru_cache(maxsize=256)  # the same for hints and for learning
 def redact(text: str) -> str:
     """Return a text with "[removed]" for each secret in it, the rest as it was."""
-    for pattern, proven in SECRETS:
-        for secret in filter(proven, pattern.findall(text)):
-            text = text.replace(secret, "[removed]")
-    return text
+    cards = filter(is_card, CARD.findall(text))
+    ibans = filter(is_iban, IBAN.findall(text))
+    for number in [*cards, *ibans]:
+        text = text.replace(number, "[removed]")
+    return SECRET.sub("[removed]", text)
 
 
 # --- Prompts ---
