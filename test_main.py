@@ -3050,6 +3050,7 @@ def every_step(root, function):
 async def test_a_turn_that_could_not_be_read_again_is_not_saved(tmp_path):
     unreadable = [{"status": "done"}, {"response": None}, {"started_at": "2026-01-01"}]
     unreadable += [
+        {"rounds": "x"},
         {"tools": [{"name": object()}]},
         {"query": "\ud800"},
     ]
