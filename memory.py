@@ -1091,10 +1091,11 @@ class FactStore:
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass."""
         op, id, facts = operation["op"], operation.get("id", ""), self.state.facts
-        if op != "add" and id not in facts:
-            return  # deleted while the model was thinking
+        if id not in facts and op == "update":  # deleted while the model was thinking
+            op = "add"
         if op == "delete":
-            self.mem0.delete(id)
+            if id in facts:
+                self.mem0.delete(id)
             return
         text, turn = operation["text"], operation["turn"]
         known, seen = find_duplicate(facts, text), turn.row["ended_at"]
@@ -1308,11 +1309,17 @@ NAMES = re.compile(
 
 
 def is_said(evidence: Any, query: str) -> bool:
-    """Tell whether words stand in a query, by letters and digits: 6 of them, or all."""
+    """Tell whether words stand in a query, by letters and digits: 6 of them, or all.
+
+    A Chinese or Thai letter says as much as three. What a query that turns against the
+    rules says is no evidence.
+    """
+    if OVERRIDE.search(query):
+        return False
     said = letters(str(evidence or ""))
     # What the model was shown, and quotes, has no secrets.
     forms = [letters(query), letters(redact(query))]
-    if len(said) < 6:
+    if len(said) + 2 * len(UNSPACED.findall(said)) < 6:
         return said != "" and said in forms
     return any(said in form for form in forms)
 
@@ -1360,7 +1367,7 @@ def one_line(text: Any) -> str:
     return " ".join(text.split())
 
 
-MARKS = re.compile(r"\[\s*/?\s*MEMORY\s+HINTS\s*\]", re.IGNORECASE)
+MARKS = re.compile(r"\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]", re.IGNORECASE)
 # A word that announces a secret, then its value. What redacts too much does little harm:
 # only learning and the hints of other sessions see it.
 PASSWORD = (
@@ -1401,6 +1408,11 @@ IBAN = re.compile(
     r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b",
     re.IGNORECASE | re.ASCII,
 )
+OVERRIDE = re.compile(
+    r"\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|all|your|system)\b"
+    r".{0,20}\b(?:instructions?|rules?|prompts?)\b",
+    re.IGNORECASE,
+)
 UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"\b(?:is|feels?|was)(?: (?:so|very|really|just|still|currently|right now))* (?:tired|exhausted|hungry"
     r"|bored|busy|late|sick|sad|happy|stressed)(?:,? (?:today|tonight|(?:right )?now|at the moment|this \w+))*\W*$"
@@ -1412,8 +1424,7 @@ UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"|\best[áa] (?:muy )?(?:cansad|ocupad)[oa]\b|\best (?:très )?(?:fatigué|occupé)e?\b"
     r"|\bist (?:\w+ )?(?:müde|am (?:flughafen|bahnhof))\b|(?:今天|现在|正)(?:很|有点|在)?(?:累|困|饿|忙|机场)"
     # Instructions
-    r"|\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|all|your|system)\b"
-    r".{0,20}\b(?:instructions?|rules?|prompts?)\b|\b(?:reveal|print|show|repeat)\b.*\bsystem prompt\b"
+    rf"|{OVERRIDE.pattern}|\b(?:reveal|print|show|repeat)\b.*\bsystem prompt\b"
     r"|\byou are (?:now|no longer)\b|\bfrom now on,? you\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>"
     r"|^\W*(?:(?:please|from now on|remember|important|system)\b\W*)*(?:(?:always|never|do not|don't"
     r"|must)\s+)+(?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b"
