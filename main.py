@@ -340,7 +340,7 @@ def openai_error(status: int, message: str, code: str | None = None) -> Json:
 
 
 async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) -> None:
-    """Run one turn to its `done` or `error`; whatever happens, what was said is written."""
+    """Run one turn to its `done` or `error`; what was said is written once it has begun."""
     begin = service.memory.turn
     failure = Failure(UNAVAILABLE, "The turn was stopped.")
     try:
