@@ -509,9 +509,9 @@ def in_background(function, *arguments, **options):
 
 
 @contextmanager
-def streamed(chat, message, session=A, user="ann"):
+def streamed(chat, message, session=A, user="ann", **more):
     """Yield the events of a turn as they come; leaving the block leaves the stream."""
-    body = {"user_id": user, "session_id": session, "message": message}
+    body = {"user_id": user, "session_id": session, "message": message, **more}
     with chat.http.stream("POST", "/chat", json=body) as reply:
         yield (json.loads(line) for line in reply.iter_lines())
 
@@ -650,16 +650,15 @@ def test_a_bad_body_is_422_and_nothing_is_asked_or_written(shared, picky, body):
 
 def test_what_the_contract_allows_is_answered(start, model):
     allowed = [
-        {}, {"user_id": "a" * 128}, {"user_id": "Ána María 李 👩‍🚀"}, {"user_id": "..ann"},
-        {"message": "a" * 32_000}, {"reasoning_mode": False},
+        {"query": "Hi!"}, {"user_id": "a" * 128}, {"user_id": "Ána María 李 👩‍🚀"},
+        {"user_id": "..ann"}, {"message": "a" * 32_000}, {"reasoning_mode": False},
     ]  # fmt: skip
     with start(CONTEXT_TOKENS=100_000) as chat:
         for fields in allowed:
             body = GOOD | fields
-            if not fields:
-                body["query"] = body.pop("message")
+            if "query" in fields:  # its other name
+                del body["message"]
             reply = chat.http.post("/chat", json=body)
-            assert reply.status_code == 200, reply.text
             assert json.loads(reply.text.splitlines()[-1])["type"] == "done"
             sent = model.requests[-1]["messages"][-1]["content"]
             assert sent.endswith(body.get("message", "Hi!"))
@@ -772,22 +771,21 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
         ("fly", "{}"): "there is no tool 'fly'; the tools are calculate",
         ("calculate", '{"expression": "1+'): "JSON",
         ("calculate", '{"expression": ' + "[" * 198 + "]" * 198 + "}"): "JSON",
-        ("convert_units", '["1+1"]'): "JSON",
         ("fetch_memory", '{"query": "x", "user_id": "bob"}'): "query",
     }
     model.replies += [calls(*wrong), says("They failed.")]
     with start(TOOL_TIMEOUT=1.0) as chat:
         events = chat.ask("Go!")
         release.set()
-        kept = chat.turns()[0]["tools"]
     assert answer(events) == "They failed."
-    assert not any(result["ok"] for result in of(events, "tool_result") + kept)
-    asked, *sent = model.requests[1]["messages"][-8:]
+    results, kept = of(events, "tool_result"), chat.turns()[0]["tools"]
+    assert not any(result["ok"] for result in results + kept)
+    asked, *sent = model.requests[1]["messages"][-7:]
     for text, message, row in zip(wrong.values(), sent, kept, strict=True):
         assert text in message["content"] == row["content"]
     again = [json.loads(c["function"]["arguments"]) for c in asked["tool_calls"]]
     assert again == [e["arguments"] for e in of(events, "tool_call")]
-    assert again == [row["arguments"] for row in kept] and again[3:6] == [{}, {}, {}]
+    assert again == [row["arguments"] for row in kept] and again[3:5] == [{}, {}]
 
 
 @pytest.mark.parametrize("last", [says("Enough."), sum_of(3), says()])
@@ -803,6 +801,12 @@ def test_the_last_round_may_not_call_and_there_is_an_answer(start, model, last):
     assert done["response"] == ("Enough." if last == says("Enough.") else "3")
     assert "".join(e["text"] for e in of(events, "token")) == done["response"]
     assert len(of(events, "tool_call")) == len(of(events, "tool_result")) == 2
+    with start(MAX_ROUNDS=1) as chat:  # an answer at once
+        for reasoning in (True, False):
+            model.replies.append(says("So."))
+            last = chat.ask("Go on!", B, reasoning_mode=reasoning)[-1]
+            assert (last["response"], last["finish_reason"]) == ("So.", "stop")
+    assert [r["tool_choice"] for r in model.requests[3:]] == ["none"] * 2
 
 
 def test_the_third_same_call_is_not_run_and_ends_the_rounds(chat, model):
@@ -861,9 +865,8 @@ def test_two_users_never_see_each_others_facts(chat, model):
     model.learnings.clear()
     events = chat.ask("What are the productivity tools I use?", user="bob", session=A)
     chat.tell("I like tea.", user="bob", session=B)
-    assert events[0]["facts"] == []
     asked = model.requests + model.learnings
-    assert len(asked) >= 3 and "Shram" not in json.dumps(asked)
+    assert len(asked) >= 3 and "Shram" not in json.dumps([events, asked])
     assert chat.facts("ann") == ["User uses Shram as a productivity tool."]
     assert chat.facts("bob") == ["User likes tea."]
     assert "Shram" not in (chat.folder / "bob" / "memory.json").read_text()
@@ -877,16 +880,20 @@ def test_sessions_of_a_user_share_facts_but_not_transcripts(chat, model):
     other, same = model.requests[1:]
     assert "User likes tea." in hints(other) and "User likes tea." in hints(same)
     assert [m["role"] for m in other["messages"]] == ["system", "user"]
-    roles = ["system", "user", "assistant", "user"]
-    assert [m["role"] for m in same["messages"]] == roles
-    assert same["messages"][2]["content"] == "Zebra."
-    assert "Zebra" not in json.dumps(other)
+    assert same["messages"][1:3] == [
+        by("user", "Say an animal. I like tea"),
+        by("assistant", "Zebra."),
+    ]
+    assert len(same["messages"]) == 4 and "Zebra" not in json.dumps(other)
 
 
 def test_requests_to_one_session_are_answered_in_order_and_sixteen_wait(chat, model):
     model.replies.append([WAIT, *says("First.")])
     turns = [in_background(chat.ask, "One")]
     wait_for(lambda: model.requests)
+    with unread(chat, "Leaves the queue"):
+        wait_for(lambda: running(chat) == 2)
+    wait_for(lambda: running(chat) == 1)
     turns += [in_background(chat.ask, "Two") for _ in range(16)]
     wait_for(lambda: running(chat) == 17)
     assert len(model.requests) == 1
@@ -901,11 +908,9 @@ def test_requests_to_one_session_are_answered_in_order_and_sixteen_wait(chat, mo
 
 
 def test_beyond_all_places_and_a_quarter_for_one_user_turns_are_refused(start, model):
-    def refused(reply, **more):
-        errors = [refusal_of(chat, "Hi!", way, **more) for way in WAYS]
-        assert {type(error) for error in errors} == {openai.InternalServerError}
-        assert reply.json()["detail"]
-        replies = [reply, *(error.response for error in errors)]
+    def refused(session, user):
+        replies = [chat.post("Hi!", session, user)]
+        replies += [refusal_of(chat, "Hi!", way, user=user).response for way in WAYS]
         return {(reply.status_code, reply.headers["retry-after"]) for reply in replies}
 
     model.replies += [[WAIT, *says("Late.")] for _ in range(8)]
@@ -913,10 +918,10 @@ def test_beyond_all_places_and_a_quarter_for_one_user_turns_are_refused(start, m
         turns = [in_background(chat.ask, "Hi!", session=s) for s in (A, B)]
         turns += [in_background(complete, chat, "Hi!") for _ in range(5)]  # nobody's
         wait_for(lambda: len(model.requests) == 7)
-        assert refused(chat.post("Hi!", C), user="ann", store=False) == {(503, "1")}
+        assert refused(C, "ann") == {(503, "1")}
         turns.append(in_background(chat.ask, "Hi!", user="bob"))
         wait_for(lambda: len(model.requests) == 8)
-        assert refused(chat.post("Hi!", B, "bob")) == {(503, "1")}
+        assert refused(B, "bob") == {(503, "1")}
         model.gate.set()
         assert all(turn.result(20) for turn in turns)
         wait_for(lambda: chat.post("Hi!", C).status_code == 200)
@@ -953,6 +958,9 @@ def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, mode
 
 @pytest.mark.parametrize("patience", [0.3, 60.0], ids=["is cut", "counts as a turn"])
 def test_an_answer_that_nobody_reads(start, model, server_log, patience):
+    def free():
+        return chat.post("Me too.", B).status_code == 200
+
     model.replies.append(LONG_ANSWER)
     settings = {"MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
     settings |= {"READ_TIMEOUT": patience, "CONTEXT_TOKENS": LARGE}
@@ -961,20 +969,12 @@ def test_an_answer_that_nobody_reads(start, model, server_log, patience):
             wait_for((chat.folder / "ann" / f"{A}.json").exists)
             wait_for(lambda: not running(chat))
             if patience == 60.0:
-                assert chat.turns()[0]["status"] == "complete"
-                assert chat.post("Me too.", B).status_code == 503
+                assert chat.turns()[0]["status"] == "complete" and not free()
             else:
-                wait_for(lambda: chat.post("Me too.", B).status_code == 200)
-        wait_for(lambda: chat.post("Me too.", B).status_code == 200)
+                wait_for(free)
+        wait_for(free)
     assert ("an answer was cut" in server_log.text) == (patience == 0.3)
     assert "ERROR" not in server_log.text
-
-
-def test_the_connection_to_the_model_is_kept_over_turns(chat, model):
-    model.hold_learning.clear()
-    for _ in range(8):
-        chat.ask("Hello.")
-    assert len(model.requests) == 8 and len(model.connections) < 5
 
 
 def test_a_client_that_leaves_stops_the_tool_that_runs(chat, model, monkeypatch):
@@ -994,20 +994,6 @@ def test_a_client_that_leaves_stops_the_tool_that_runs(chat, model, monkeypatch)
     assert stopped.wait(20)
     assert answer(chat.ask("And now?")) and len(model.requests) == 2
     assert chat.turns()[0]["status"] == "interrupted"
-
-
-def test_a_client_that_leaves_the_queue_lets_the_next_one_in(chat, model):
-    model.replies += [[WAIT, *says("First.")], says("Third.")]
-    first = in_background(chat.ask, "One")
-    wait_for(lambda: model.requests)
-    with unread(chat, "Two"):
-        wait_for(lambda: running(chat) == 2)
-    wait_for(lambda: running(chat) == 1)
-    third = in_background(chat.ask, "Three")
-    wait_for(lambda: running(chat) == 2)
-    model.gate.set()
-    assert answer(first.result(20)) == "First."
-    assert answer(third.result(20)) == "Third."
 
 
 # --- Endpoints and settings ---
@@ -1082,7 +1068,6 @@ def test_an_endpoint_that_is_down_is_told_and_learns_later(start, closed_port):
             assert (health["status"], health["model"]) == ("degraded", "unreachable")
             _, error = chat.ask("I like tea.")
             assert error["code"] == "upstream_unavailable"
-            assert closed_port[7:-3] not in error["message"]
             assert chat.turns()[-1]["status"] == "error"
     with start() as chat:
         chat.learned()
@@ -1157,8 +1142,7 @@ def test_without_an_endpoint_the_service_says_what_to_set(start):
         told = chat.health()
         assert (told["status"], told["model"]) == ("degraded", "not configured")
         replies = [chat.post("Hi!"), chat.http.get("/v1/models")]
-        replies.append(chat.http.post("/v1/chat/completions", json=v1()))
-        for reply in replies:
+        for reply in [*replies, chat.http.post(V1, json=v1())]:
             assert reply.status_code == 503
             assert "OPENAI_API_KEY" in reply.text and "OPENAI_BASE_URL" in reply.text
         assert files(chat.folder) == [".lock"] and chat.facts() == []
@@ -1325,8 +1309,7 @@ def test_a_bad_name_in_a_path_and_a_bad_search_open_nothing(shared, name):
 def test_a_facts_history_is_told_and_ends_with_the_fact(chat):
     for name in ("My name is Ann", "forget Ann", "My name is Ann", "My name is Anna"):
         chat.tell(name)
-    [fact] = chat.memories()
-    path = f"/users/ann/memories/{fact['id']}"
+    path = f"/users/ann/memories/{chat.memories()[0]['id']}"
     told = chat.http.get(f"{path}/history").text
     assert "User's name is Ann." in told and "User's name is Anna." in told
     chat.delete(path)
@@ -1377,18 +1360,26 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
 
 
 def test_a_session_reads_as_a_transcript_before_done_is_sent(chat, model):
+    thought = chunk({"reasoning_content": "SECRET"})
+    model.replies += [says("Hi!"), [thought, *calls(planned("Add"))]]
+    model.replies += [[thought, *sum_of(3)], says("<think>SECRET</think>", "Four.")]
+    model.replies.append(says("Bye."))
     said, times = [], []
-    for n, query in enumerate(("This is a message.", "What is 3+3?", "Bye."), 1):
-        with streamed(chat, query) as events:
+    for n, query in enumerate(("This is a message.", "What is 3+1?", "Bye."), 1):
+        with streamed(chat, query, reasoning_mode=n == 2) as events:
             said.append((n, query, until(events, "done")["response"]))
             turns = chat.turns()
     assert [(t.pop("turn"), t.pop("query"), t.pop("response")) for t in turns] == said
-    sum_ = {"name": "calculate", "arguments": {"expression": "3+3"}, "ok": True}
-    tools = [(1, []), (2, [sum_ | {"content": "6"}]), (1, [])]
-    assert [(t.pop("rounds"), t.pop("tools")) for t in turns] == tools
+    plan = {"name": "plan", "arguments": {"steps": ["Add"]}, "ok": True}
+    sum_ = {"name": "calculate", "arguments": {"expression": "3+1"}, "ok": True}
+    tools = [plan | {"content": main.REASONING}, sum_ | {"content": "4"}]
+    found = [(t.pop("rounds"), t.pop("tools"), t.pop("reasoning_mode")) for t in turns]
+    assert found == [(1, [], False), (3, tools, True), (1, [], False)]
+    assert model.requests[-1]["messages"][-2] == by("assistant", "Four.")
+    assert "SECRET" not in json.dumps([said, model.requests])
     for turn in turns:
         times += turn.pop("started_at"), turn.pop("ended_at")
-        assert turn == {"status": "complete", "reasoning_mode": False}
+        assert turn == {"status": "complete"}
     times = [datetime.fromisoformat(time) for time in times]
     assert times == sorted(times)
     assert {time.utcoffset() for time in times} == {timedelta()}
@@ -1552,23 +1543,23 @@ def test_a_refused_learning_is_made_smaller(start, model, monkeypatch, cut):
     model.operations += [refusal] * 9
     with start() as chat:
         chat.learned()
-        sizes = [(len(asked(request)["turns"]), len(asked(request)["facts"]))
-                 for request in model.learnings[:3]]  # fmt: skip
+        three = model.learnings[:3]
+        sizes = [(len(asked(one)["turns"]), len(asked(one)["facts"])) for one in three]
         assert sizes == [(2, 12), (1, 12), (1, 0)]
-        _, alone, least = model.learnings[:3]
-        assert len(alone["messages"]) > 2 == len(least["messages"])
-        [turn] = asked(least)["turns"]
+        assert len(three[1]["messages"]) > 2 == len(three[2]["messages"])
+        [turn] = asked(three[2])["turns"]
         assert turn["query"].startswith("I like tea. éé")
         assert len(turn["query"].encode()) <= 500
-        assert {"User likes tea.", "User likes jazz."} < set(chat.facts())
+        assert {"User likes tea.", "User likes jazz."} < {*chat.facts()}
         # Nothing had been learned since the start.
         assert chat.health()["given_up"] == 0
         model.operations += [refusal] * 5
         chat.tell("I like wine")
         assert chat.health()["given_up"] == 1
         chat.tell("I like cake")
-        facts = chat.facts()
-        assert "User likes cake." in facts and "User likes wine." not in facts
+        assert {"User likes cake.", "User likes wine."} - {*chat.facts()} == {
+            "User likes wine."
+        }
 
 
 @pytest.mark.parametrize("size", [2047, 2048, 4096, 8192])
@@ -1627,13 +1618,14 @@ def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, mod
         assert chat.health() == told | {"pending": 0}
         for user in users:
             assert answer(chat.ask("I like tea", user=user))
+        assert len(model.connections) < 5  # one is kept over turns
         wait_for(lambda: len(model.learnings) == 2)
         assert len(list(chat.folder.glob("*/*.unlearned"))) == 8
         assert chat.health() == told | {"pending": 8} and len(model.learnings) == 2
         model.hold_learning.set()
         wait_for(lambda: chat.health() == told | {"pending": 0})
-        assert {*flat(chat.facts(user) for user in users)} == {"User likes tea."}
-        assert all(chat.facts(user) for user in users)
+        for user in users:
+            assert chat.facts(user) == ["User likes tea."]
 
 
 # --- The memory evaluation: what must be learned, and what never ---
@@ -1659,11 +1651,7 @@ GATE_CASES = [
     ("quote-punctuation", [], ["?!?!?!?!"], [("add", None, "User is confused often", "?!?!?!?!")], []),
     ("quote-hindi", [], ["मैं दिल्ली में रहता हूँ"], [("add", None, "उपयोगकर्ता दिल्ली में रहता है", "मैं दिल्ली में रहता हूँ")], [0]),
     ("quote-turkish", [], ["İstanbul'da yaşıyorum"], [("add", None, "Kullanıcı İstanbul'da yaşıyor", "istanbul'da yaşıyorum")], [0]),
-    ("id-unknown", ["User lives in Lyon"], ["We moved to Paris"], [("update", 7, "User lives in Paris", "We moved to Paris")], []),
-    ("id-missing", ["User lives in Lyon"], ["We moved to Paris"], [("update", None, "User lives in Paris", "We moved to Paris")], []),
-    ("id-as-text", ["User lives in Lyon"], ["We moved to Paris"], [("update", "0", "User lives in Paris", "We moved to Paris")], []),
     ("id-of-an-add", ["User lives in Lyon"], ["I play the piano"], [("add", 0, "User plays the piano", "I play the piano")], [0]),
-    ("op-unknown", ["User lives in Lyon"], ["I left Lyon"], [("remove", 0, None, "I left Lyon")], []),
     ("delete-unsaid", ["User uses Magnet"], ["How do I split a window?"], [("delete", 0, None, "I don't use Magnet anymore")], []),
     ("delete-with-text", ["User uses Magnet"], ["no more Magnet"], [("delete", 0, "User uses Magnet", "no more Magnet")], [0]),
     ("update-echo", ["User has a dog"], ["I have a dog"], [("update", 0, "User has a dog", "I have a dog")], []),
@@ -1671,11 +1659,9 @@ GATE_CASES = [
     ("one-bad-of-three", [], ["I'm Ada, I write Rust, my PIN is 4711"], [("add", None, "User's name is Ada", "I'm Ada, I write"), ("add", None, "User's PIN is 4711", "my PIN is 4711"), ("add", None, "User writes Rust", "I write Rust")], [0, 2]),
     ("text-long", [], ["I like long walks"], [("add", None, "User likes " + "very " * 40, "I like long walks")], []),
     ("text-160", [], ["I like long walks"], [("add", None, "U" * 160, "I like long walks")], [0]),
-    ("text-empty", [], ["I like long walks"], [("add", None, " \n ", "I like long walks")], []),
     ("text-no-letters", [], ["I like long walks"], [("add", None, "…!?", "I like long walks")], []),
     ("importance-low", [], ["I had toast today"], [("add", None, "User had toast", "I had toast today", 0.1)], []),
     ("importance-null", [], ["I keep bees"], [("add", None, "User keeps bees", "I keep bees", None)], [0]),
-    ("importance-odd", [], ["I keep bees"], [("add", None, "User keeps bees", "I keep bees", "high")], [0]),
     ("quote-beside-a-secret", [], ["I bank with ING and my card PIN is 9034"], [("add", None, "User banks with ING.", "I bank with ING and my card [removed]")], [0]),
 ]
 # Secrets, what is over by tomorrow, instructions; and what only sounds like them
@@ -2233,18 +2219,24 @@ def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary(
         fit(30)
 
 
-def test_a_wiped_memory_does_not_come_back_and_its_sessions_stay(chat, model):
-    chat.tell("I like tea")
+@pytest.mark.parametrize("path", ["memories", f"sessions/{A}"])
+def test_what_is_deleted_while_it_is_learned_does_not_come_back(chat, model, path):
+    chat.tell("I like rain", B)
     model.hold_learning.clear()
     chat.ask("I like jazz")
     wait_for(lambda: len(model.learnings) == 2)
-    chat.delete("/users/ann/memories")
-    assert b"tea" not in (chat.folder / "ann/memory.json").read_bytes()
+    chat.delete(f"/users/ann/{path}")
+    wiped = path == "memories"
+    assert traces(chat.folder, "User likes rain." if wiped else "I like jazz") == []
+    if not wiped:  # it is begun again
+        assert chat.ask("I like tea")[-1]["turn"] == 1
     model.hold_learning.set()
     settled(chat)
-    memory, *_ = chat.ask("Hi!", session=B)
-    assert (memory["facts"], memory["pending"], chat.facts()) == ([], 0, [])
-    assert len(chat.turns()) == 2
+    assert chat.facts() == ([] if wiped else ["User likes rain.", "User likes tea."])
+    assert chat.ask("Hi!", C)[0]["pending"] == 0
+    assert [t["query"] for t in chat.turns()] == [
+        "I like jazz" if wiped else "I like tea"
+    ]
 
 
 def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
@@ -2871,27 +2863,6 @@ def test_a_task_is_planned_and_planned_anew(shared, picky):
         assert not any(marks)
 
 
-def test_a_transcript_has_the_tools_and_not_the_thinking(chat, model):
-    thought = chunk({"reasoning_content": "SECRET"})
-    model.replies += [[thought, *calls(planned("Add"))], [thought, *sum_of(1)]]
-    model.replies.append(says("<think>SECRET</think>", "Five."))
-    events = chat.ask("How much?", reasoning_mode=True)
-    assert len(of(events, "thinking")) == 3 and answer(events) == "Five."
-    [saved] = chat.turns()
-    assert saved["reasoning_mode"] is True and saved["rounds"] == 3
-    assert [t["name"] for t in saved["tools"]] == ["plan", "calculate"]
-    chat.ask("And now?")
-    assert "SECRET" not in json.dumps([saved, model.requests])
-    assert model.requests[-1]["messages"][-2] == by("assistant", "Five.")
-
-
-def test_one_round_is_an_answer_at_once(shared, picky, monkeypatch):
-    monkeypatch.setattr(main, "MAX_ROUNDS", 1)
-    for reasoning in (True, False):
-        assert turn(shared, [SO], reasoning_mode=reasoning) == said("So.")
-    assert [request["tool_choice"] for request in picky.requests] == ["none"] * 2
-
-
 def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
     said_no = "tool_choice: only auto is supported"
     picky.refuse = lambda r: isinstance(r.get("tool_choice"), dict) and said_no
@@ -3384,27 +3355,6 @@ def die_while_a_turn_is_saved(root):
             queries = queries_in(folder)
             assert queries[:4] + queries[-1:] == [f"I like w{n}" for n in (1, 2, 3, 4, 6)]  # fmt: skip
             assert facts_in(folder) == [f"User likes {q[7:]}." for q in queries]
-
-
-@in_a_loop
-async def test_a_learner_learns_nothing_of_a_deleted_session(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "QUIET", 0.0)
-    asked, go_on = [], asyncio.Event()
-
-    async def slow(messages, schema):
-        asked.append(json.loads(messages[-1]["content"]))
-        await go_on.wait()
-        return learn(asked[-1])
-
-    async with remembering(tmp_path, slow) as service:
-        await say(service, "ann", A, "I like jazz")
-        await happens(lambda: asked)
-        await service.user_data("ann", memory.delete_session, A)
-        await say(service, "ann", A, "I like tea")
-        go_on.set()
-        await all_learned(tmp_path)
-    assert facts_in(tmp_path) == ["User likes tea."] and len(asked) == 2
-    assert traces(tmp_path, "jazz", "I like jazz") == []
 
 
 @in_a_loop
