@@ -1092,14 +1092,28 @@ def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tm
     assert hosts == {"models.test", ""}  # embeddings are asked for without it
 
 
-@pytest.mark.parametrize("status, said", [(302, {}), (403, "x" * 3_000_000), (200, {})])
-def test_what_is_no_answer_is_no_bad_one(chat, model, status, said, caplog):
+@pytest.mark.parametrize("no_answer", [
+    (302, b"<html>Log in.</html>"), (403, b"x" * 3_000_000), (200, b"<html>Log in.</html>"),
+    (500, b"I like tea.")], ids=["moved", "forbidden", "no JSON", "failed"])  # fmt: skip
+def test_what_is_no_answer_to_learning_is_no_bad_one(start, model, no_answer, caplog):
     """A turn with three bad answers counts as learned; with none it waits."""
-    model.operations += [(status, said or b"<html>Log in.</html>")] * 2
-    chat.tell("I like tea.")
-    assert chat.facts() == ["User likes tea."]
-    assert "no answer while learning" in caplog.text
-    assert "bad answer" not in caplog.text and len(caplog.text) < 50_000
+    with start() as chat:
+        model.operations += [no_answer] * 18
+        chat.ask("I like tea.")
+        told = wait_for(lambda: chat.health()["degraded"] and chat.health())
+        assert (told["status"], told["pending"]) == ("degraded", 1)
+        assert told["degraded"].keys() == {"learning"} and "tea" not in str(told)
+    model.operations.clear()
+    model.hold_learning.clear()
+    with start() as chat:  # what a run before has left is counted, too
+        wait_for(lambda: chat.health()["pending"] == 1)
+        model.operations += [no_answer] * 2
+        model.hold_learning.set()
+        wait_for(lambda: chat.health()["degraded"])
+        wait_for(lambda: chat.health()["pending"] == 0)
+        assert (chat.health()["degraded"], chat.health()["given_up"]) == ({}, 0)
+        assert chat.facts() == ["User likes tea."]
+    assert "no answer while learning" in caplog.text and len(caplog.text) < 50_000
 
 
 def test_a_bug_of_ours_tells_the_client_nothing(chat, model, monkeypatch):
@@ -1153,6 +1167,8 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
     models = "CHAT_MODEL", "MEMORY_MODEL", "EMBEDDING_MODEL", "RERANK_MODEL"
     known = {name: name.lower() if named else "" for name in models}
     known |= {"OPENAI_API_KEY": "c", "EMBEDDING_API_KEY": "e", "RERANK_API_KEY": "r"}
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
+    known["CHAT_EXTRA_BODY"] = extra
     with Server(StandIn()) as one, Server(StandIn()) as two:
         known["EMBEDDING_BASE_URL"] = f"{one.url}/v1"
         with start(**known, RERANK_BASE_URL=f"{two.url}/v1") as chat:
@@ -1167,15 +1183,10 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
         asked = model.requests[0], model.learnings[0], two.app.ranked[0]
     wanted = ["chat_model", "memory_model", "rerank_model"]
     assert [one["model"] for one in asked] == (wanted if named else ["stand-in"] * 3)
-
-
-def test_the_extra_body_is_for_chat_and_its_template_for_learning_too(start, model):
-    extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
-    with start(CHAT_EXTRA_BODY=extra) as chat:
-        chat.tell("I like tea.")
-    [request], [learning] = model.requests, model.learnings
+    request, learning, _ = asked
     assert request | extra == request and request["stream"] is True
     assert request["stream_options"] == {"include_usage": True}
+    # Of the extra body learning gets this alone.
     assert learning["chat_template_kwargs"] == extra["chat_template_kwargs"]
     assert learning["max_tokens"] == 1500
 
@@ -1986,53 +1997,44 @@ def teach(chat, model, texts, **more):
 def test_all_facts_or_one_embedding_stand_before_the_first_token(start, model):
     kinds = "QUERY", "DOCUMENT"
     prefixes = {f"EMBEDDING_{kind}_PREFIX": f"{kind}: " for kind in kinds}
-    query = "When did I visit Lima?"
+    query, name = "When did I visit Lima?", "User's name is Ann."
     for room, embedded in ((350, []), (60, [[f"QUERY: {query}"]])):
         with start(HINT_TOKENS=room, **prefixes) as chat:
             if not embedded:
                 teach(chat, model, PLACES)
+                teach(chat, model, [name], kind="profile")
                 assert f"DOCUMENT: {PLACES[1]}" in flat(model.embedded)
             before = len(model.embedded), len(model.learnings)
             model.gate.clear()
             model.replies.append([WAIT, *says("ok")])
             with streamed(chat, query, session=B) as events:
-                facts = until(events, "memory")["facts"]
+                told = until(events, "memory")
                 assert model.embedded[before[0] :] == embedded
                 assert len(model.learnings) == before[1]
                 model.gate.set()
                 assert until(events, "done")
             chat.learned()
-            texts = [fact["text"] for fact in facts]
-            assert texts == ([PLACES[7]] if embedded else chat.facts())
-            for fact in facts:
+            # Beyond the budget: the profile, and what bears on the message.
+            wanted = [name, PLACES[7]] if embedded else [*PLACES, name]
+            assert {fact["text"] for fact in told["facts"]} == {*wanted}
+            assert told["degraded"] == []
+            for fact in told["facts"]:
                 assert fact.keys() == {"id", "text", "kind", "score"}
-                assert fact["kind"] == "episodic" and 0 < fact["score"] <= 1
-
-
-def test_beyond_the_budget_only_what_bears_on_the_message_goes_in(start, model):
-    with start(HINT_TOKENS=100) as chat:
-        teach(chat, model, PLACES)
-        teach(chat, model, ["User's name is Ann."], kind="profile")
-        model.embedded.clear()
-        events = chat.ask("When did I visit Nairobi?", session=B)
-        texts = [f["text"] for f in events[0]["facts"]]
-        assert texts == ["User's name is Ann.", "User visited Nairobi in 2006."]
-        assert events[0]["degraded"] == []
-        chat.learned()
-    with start(HINT_TOKENS=100, **NO_EMBEDDINGS) as chat:
-        chat.ask("What is the square root of two?", session=C)
-        assert "visited" not in hints(model.requests[-1])
+                assert fact["kind"] == (
+                    "profile" if fact["text"] == name else "episodic"
+                )
+                assert 0 < fact["score"] <= 1
 
 
 def test_any_query_is_searched_by_words_alone_with_a_cut(start, model):
     ball, kyoto = "用户住在上海，喜欢打篮球。", "ユーザーは京都に住んでいる。"
-    with start(**NO_EMBEDDINGS) as chat:
+    with start(HINT_TOKENS=100, **NO_EMBEDDINGS) as chat:
         teach(chat, model, [*PLACES, ball, kyoto, "User writes C++ and AND gates."])
         teach(chat, model, ["User was in Cairo, too."], user="bob")
         assert chat.facts(query="Cairo", k=5) == ["User visited Cairo in 2002."]
         assert chat.facts("bob", query="Cairo") == ["User was in Cairo, too."]
         assert len(chat.facts(query="Cairo, Oslo, Lima?", k=2)) == 2
-        assert chat.facts(query="quantum chromodynamics", k=5) == []
+        assert chat.ask("What is the square root of two?")[0]["facts"] == []
         assert chat.facts(query="我喜欢什么篮球？") == [ball]
         assert chat.facts(query="京都はどう？") == [kyoto]
         for query in ("C++", "don't", "AND", '"', "NEAR(x)", "*", "日", "😀", "body:x"):
@@ -2290,24 +2292,22 @@ def run_line(line, url, **environment):
     return subprocess.check_output(line, shell=True, env=environment, timeout=60).decode()  # fmt: skip
 
 
-@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
-def test_the_readmes_curl_lines_print_what_the_page_shows(chat):
-    first, second = re.findall(r"^curl .* -d .*$", PAGE, re.MULTILINE)
-    lines = run_line(first, chat.url).splitlines()
-    chat.learned("Ann")
-    lines += run_line(second, chat.url).splitlines()
-    [shown] = [block for block in printed_blocks("") if "Noted" in block]
-    shown = [json.loads(line) for line in shown.splitlines() if line != "…"]
-    events = [json.loads(line) for line in lines]
-    assert shown == [events[0], *of(events, "done")]
-    chat.ask(re.search("Say `(.*?)`", PAGE)[1], user="Ann")
-    chat.learned("Ann")
-    assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
-
-
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("openssl")), reason="…")
-def test_the_readmes_lines_make_a_users_token(start):
+def test_the_readmes_lines_print_what_the_page_shows(start):
+    first, second = re.findall(r"^curl .* -d .*$", PAGE, re.MULTILINE)
     [lines] = [block for block in printed_blocks("sh") if "openssl" in block]
+    with start() as chat:
+        printed = run_line(first, chat.url).splitlines()
+        chat.learned("Ann")
+        printed += run_line(second, chat.url).splitlines()
+        [shown] = [block for block in printed_blocks("") if "Noted" in block]
+        shown = [json.loads(line) for line in shown.splitlines() if line != "…"]
+        events = [json.loads(line) for line in printed]
+        assert shown == [events[0], *of(events, "done")]
+        chat.ask(re.search("Say `(.*?)`", PAGE)[1], user="Ann")
+        chat.learned("Ann")
+        assert chat.facts("Ann") == ["User uses Shram as a productivity tool."]
+        chat.delete("/users/Ann")
     with start(API_KEY="the key") as chat:
         replies = run_line(f"{lines}echo; echo $token", chat.url, API_KEY="the key")
     assert replies.splitlines() == ['{"memories":[]}', token_of("Ann")]
@@ -3540,44 +3540,37 @@ def talkative(start, monkeypatch):
         yield chat
 
 
-@pytest.mark.parametrize("what, left", [("fact", 5), ("facts", 0), ("session", 6)])
-def test_what_is_deleted_leaves_no_trace(talkative, what, left):
+@pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
+def test_what_is_deleted_leaves_no_trace(talkative, what):
     chat, folder = talkative, talkative.folder / memory.folder_name("Žofie")
+    others = {p: p.read_bytes() for p in chat.folder.glob("ann/[!.]*.json")}
     ids = {fact["text"]: fact["id"] for fact in chat.memories("Žofie")}
     id, words = ids["User likes saffron."], ("saffron", "basil", "cumin", "rue")
     said = [f"I like {word}" for word in words]
     said += [f"Noted: {text} " for text in said]
-    gone = {"fact": ["User likes saffron.", id], "facts": [*ids, id], "session": said}
-    path = {"fact": f"memories/{id}", "facts": "memories", "session": f"sessions/{A}"}
-    chat.delete(f"/users/Žofie/{path[what]}")
-    assert traces(folder, *gone[what]) == []
+    path, gone = {
+        "fact": (f"/memories/{id}", ["User likes saffron.", id]),
+        "facts": ("/memories", [*ids, id]),
+        "session": (f"/sessions/{A}", said),
+        "user": ("", [*ids, *said, id, "fie", "Z\u030cofie", folder.name]),
+    }[what]
+    chat.delete(f"/users/Žofie{path}")
+    for _ in range(2):
+        found = traces(chat.folder if what == "user" else folder, *gone)
+        assert [line for line in found if not line.startswith("ann/")] == []
+        write_indexes(chat)
     if what == "session":
         assert not [name for name in files(folder) if A in name]
-        chat.tell("Hello.", A, "Žofie")  # it is begun again
         assert queries_in(chat.folder, B, folder.name) == ["I like anise"]
-    write_indexes(chat)
-    assert traces(folder, *gone[what]) == []
+    if what == "user":
+        assert chat.http.delete("/users/Žofie").status_code == 404
+    if what in ("session", "user"):  # it is begun again
+        assert chat.tell("Hello.", A, "Žofie")[-1]["turn"] == 1
+        write_indexes(chat)
+        assert traces(folder, *said) == []
+    left = {"fact": 5, "facts": 0, "session": 6, "user": 0}[what]
     assert (len(chat.facts("ann")), len(chat.facts("Žofie"))) == (6, left)
-
-
-def test_a_deleted_user_leaves_no_trace(talkative):
-    chat, own = talkative, memory.folder_name("Žofie")
-    before = (chat.folder / "ann").glob("[!.]*")
-    before = {p: p.read_bytes() for p in before if "faiss" not in p.name}
-    with streamed(chat, "I like pepper", B, "Žofie") as events:
-        until(events, "memory")
-        chat.delete("/users/Žofie")
-    wait_for(lambda: not running(chat))
-    write_indexes(chat)
-    words = ["saffron", "basil", "cumin", "anise", "pepper"]
-    words += [f"I like {word}" for word in words] + ["User likes saffron."]
-    assert all(line.startswith("ann/") for line in traces(chat.folder, *words))
-    assert traces(chat.folder, "fie", "Žofie", "Z\u030cofie", own) == []
-    assert before == {path: path.read_bytes() for path in before}
-    assert chat.http.delete("/users/Žofie").status_code == 404
-    chat.tell("Hello.", A, "Žofie")  # who is new
-    write_indexes(chat)
-    assert traces(chat.folder / own, *words) == []
+    assert others == {path: path.read_bytes() for path in others}
 
 
 def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_path):
@@ -4416,25 +4409,6 @@ def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
     assert [one for one in told if one != works | failing] == []
     model.ranking = lambda request: results(*good)
     assert towns(ranked) == ranked.before[::-1] and ranked.health() == works
-
-
-def test_health_says_that_learning_fails_and_when_it_works_again(start, model):
-    with start() as chat:
-        model.operations += [refused(500, "I like tea.")] * 18
-        chat.ask("I like tea.")
-        told = wait_for(lambda: chat.health()["degraded"] and chat.health())
-        assert (told["status"], told["pending"]) == ("degraded", 1)
-        assert told["degraded"].keys() == {"learning"} and "tea" not in str(told)
-    model.operations.clear()
-    model.hold_learning.clear()
-    with start() as chat:  # what a run before has left is counted, too
-        wait_for(lambda: chat.health()["pending"] == 1)
-        model.operations += [refused(500)] * 2
-        model.hold_learning.set()
-        wait_for(lambda: chat.health()["degraded"])
-        wait_for(lambda: chat.health()["pending"] == 0)
-        assert chat.health()["degraded"] == {}
-        assert chat.facts() == ["User likes tea."]
 
 
 def test_a_model_that_is_gone_is_looked_for_by_all_at_once(start, model):
