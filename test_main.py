@@ -725,8 +725,7 @@ def test_silence_is_broken_by_pings_that_no_client_minds(start, model):
             model.gate.set()
             assert answer(list(events)) == whole.result(20).text == "Hello."
             assert Answer(parts).text == "Hello."
-        for _ in range(20):  # and none follows `done`
-            assert answer(chat.ask("Hi!"))
+        assert answer(chat.ask("Hi!"))  # nothing follows `done`
 
 
 # --- Tools ---
@@ -746,8 +745,8 @@ def test_tools_run_at_once_and_results_keep_call_order(chat, model, monkeypatch)
 
     offer(monkeypatch, first, second)
     model.replies += [calls(("first", {}), ("second", {})), says("Done.")]
-    events = chat.ask("Go!")
-    assert [e["content"] for e in of(events, "tool_result")] == ["two", "one"]
+    results = of(chat.ask("Go!"), "tool_result")
+    assert [result["content"] for result in results] == ["two", "one"]
     *_, asked, one, two = model.requests[1]["messages"]
     assert [one["content"], two["content"]] == ["one", "two"]
     ids = [one["tool_call_id"], two["tool_call_id"]]
@@ -1202,7 +1201,6 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, server_l
     assert re.search("CHAT_MODEL.*must.*stand-in", log_of(CHAT_MODEL="gone"))
     told = log_of(BASE_URL=closed_port)
     assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.*Refused", told)
-    assert not re.search("Time|timed out", told)
     told = log_of(**NOTHING_SET, EMBEDDING_MODEL="")
     for words in ("KEY.*OPENAI_BASE_URL", "API_KEY.*everyone", "EMBEDDING_BASE_URL"):
         assert re.search(words, told)
@@ -1226,10 +1224,9 @@ def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
         return chat.http.get(path, headers={"host": host, **headers})
 
     with start() as chat:
-        for host in own.split():
-            assert get(host).status_code == 200, host
-        for host in strange.split():
-            assert get(host).status_code == 403, host
+        for status, hosts in ((200, own), (403, strange)):
+            for host in hosts.split():
+                assert get(host).status_code == status, host
         assert main.is_own_host([])  # HTTP/1.0
         assert not main.is_own_host(["localhost", "localhost"])  # h11 is quicker
         assert "set API_KEY, or use an IP address" in get("a.b").text
@@ -1247,28 +1244,26 @@ def test_every_route_refuses_who_may_not(start, model):
     refusals.append([wrong, ("authorization", "x")])
     names = {"user_id": "ann", "session_id": A, "id": "x"}
     bodies = {"/chat": GOOD, V1: v1(user="ann")}
+    routes = [(method, route.path.format(**names)) for route in main.app.routes
+              for method in route.methods - {"HEAD"}]  # fmt: skip
+    assert len(routes) == 14
 
-    def refused(headers, status):
-        count = 0
-        for route in main.app.routes:
-            path = route.path.format(**names)
-            for method in route.methods - {"HEAD"}:
-                sent = bodies.get(path)
-                reply = chat.http.request(method, path, headers=headers, json=sent)
-                wanted = 200 if path in ("/", "/health") else status
-                assert reply.status_code == wanted, (method, path, reply.text)
-                assert key not in reply.text
-                count += wanted == status
+    def check(headers, status):
+        for method, path in routes:
+            sent = bodies.get(path)
+            reply = chat.http.request(method, path, headers=headers, json=sent)
+            wanted = 200 if path in ("/", "/health") else status
+            assert reply.status_code == wanted, (method, path, reply.text)
+            assert key not in reply.text
         for path in ("/chat", V1, "/docs", "/redoc", "/nothing"):
             reply = chat.http.post(path, json={"user_id": 7}, headers=headers)
             assert reply.status_code in ((401,) if status == 401 else (400, 404, 422))
-        return count
 
     with start(API_KEY=key) as chat:
         chat.http.post("/chat", json=GOOD, headers=bearer(key))
         for headers in refusals:
-            assert refused(headers, 401) == 12
-        assert refused(bearer(token_of("bob", key)), 403) == 12
+            check(headers, 401)
+        check(bearer(token_of("bob", key)), 403)
         assert len(model.requests) == len(chat.turns()) == 1
 
 
@@ -1366,13 +1361,12 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
     before, [fact] = files(chat.folder), chat.memories()
     paths = ["eve", "eve/memories"]
     for user, id, session in ("bob", fact["id"], A), ("ann", B, B), ("eve", A, A):
-        for path in (f"memories/{id}/history", f"memories/{id}", f"sessions/{session}"):
-            paths.append(f"{user}/{path}")
+        paths += [f"{user}/memories/{id}", f"{user}/sessions/{session}"]
     for path in paths:
-        reply = chat.http.delete(f"/users/{path}")
-        assert reply.status_code == (405 if "history" in path else 404)
-        if "history" in path or "sessions" in path:
-            reply = chat.http.get(f"/users/{path}")
+        assert chat.http.delete(f"/users/{path}").status_code == 404
+        if path.count("/") == 2:  # what can be read alone
+            read = path if "sessions" in path else f"{path}/history"
+            reply = chat.http.get(f"/users/{read}")
             assert reply.status_code == 404 and "detail" in reply.json()
     assert chat.memories("eve") == [] and sessions(chat, "eve") == {}
     assert chat.session("no-uuid").status_code in (404, 422)
@@ -1819,8 +1813,14 @@ def test_the_gate_keeps_what_was_said_and_may_be_kept(case):
     assert len(memory.admit(operations, shown, turns)) == len(kept)
 
 
-def test_secrets_are_cut_out_and_the_rest_stays():
-    for case in re.split(r" \| |\n", REDACTED.strip()):
+def test_no_secret_nothing_passing_and_no_instruction_is_kept():
+    def cases(table):
+        return re.split(r" \| |\n", table.strip())
+
+    for kept, table in ((False, NEVER_KEPT), (True, KEPT)):
+        for text in cases(table):
+            assert memory.storable(text) is kept, text
+    for case in cases(REDACTED):
         text, left = case.split(" → ")
         assert memory.redact(text) == left
     for text in ("sk-" * 10_000, "eyJ-" * 8_000):  # would take hours if taken back
@@ -1828,12 +1828,6 @@ def test_secrets_are_cut_out_and_the_rest_stays():
     memory.one_line("[" + " " * 999_999)
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40):
         memory.storable(text)
-
-
-def test_no_secret_nothing_passing_and_no_instruction_is_kept():
-    for kept, table in ((False, NEVER_KEPT), (True, KEPT)):
-        for text in re.split(r" \| |\n", table.strip()):
-            assert memory.storable(text) is kept, text
 
 
 def test_an_answer_is_operations_or_a_bad_one():
@@ -2455,7 +2449,7 @@ def test_a_failing_tool_is_answered_and_logged_if_it_is_broken(error, text, capl
     assert "hunter2" not in caplog.text
 
 
-def test_calculate_reads_what_models_write():
+def test_calculate_reads_what_models_write_and_refuses_what_has_no_value():
     sums = {
         "-2 ** 2 + 7 // 2 + 7 % 4": "2", "2^10": "1024", "3 × 4 ÷ 6 − 1 =": "1",
         "1,234.5 + 1": "1235.5", "max(100,200)": "200", "cos(PI)": "-1", "-0.0": "0",
@@ -2463,16 +2457,13 @@ def test_calculate_reads_what_models_write():
         "math.sqrt(16) + log(8, 2) + factorial(5)": "127", "round(2.567, 1)": "2.6",
         "round(5, -10**9)": "0", "-" * 499 + "1": "-1",
     }  # fmt: skip
-    assert {text: tools.calculate(text) for text in sums} == sums
-
-
-def test_calculate_refuses_what_is_hostile_or_has_no_value():
     hostile = [
         "9**9**9", "10**200 * 10**200", "factorial(10**9)", "exp(1000)", "1e999", "1 / 0",
         "(-8) ** 0.5", "sqrt(1,234)", "1,23", "(" * 249 + "1" + ")" * 249, "+1" * 251,
         "__import__('os')", "().__class__", "'a' * 9", "1j", "x + 1", "1 << 9", "[1] * 9",
         "sqrt(x=1)", "min(*[1, 2])", "", "2 +", "\ud800", "\0",
     ]  # fmt: skip
+    assert {text: tools.calculate(text) for text in sums} == sums
     for expression in hostile:
         with pytest.raises(ValueError):
             tools.calculate(expression)
@@ -3438,23 +3429,18 @@ async def begin(folder):
 def test_a_damaged_session_goes_on_behind_its_older_files(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "FILE_TURNS", 2)
     said = [f"I like w{n}" for n in range(1, 6)]
-    asyncio.run(live(tmp_path, *said))
+    asyncio.run(live(tmp_path, said[0]))
+    # An older file that says otherwise is not replaced.
+    other = (tmp_path / "ann" / f"{A}.json").read_text().replace("w1", "w0")
+    (tmp_path / "ann" / f"{A}.1.json").write_text(other)
+    asyncio.run(live(tmp_path, *said[1:]))
+    [aside] = tmp_path.glob("ann/*.corrupt-*")
+    assert aside.read_text() == other and queries_in(tmp_path) == said
     (tmp_path / "ann" / f"{A}.json").write_bytes(b"{")
     asyncio.run(live(tmp_path, "I like jazz"))
     assert queries_in(tmp_path) == [*said[:3], "I like jazz"]
     assert facts_in(tmp_path)[-2:] == ["User likes w5.", "User likes jazz."]
-    assert len(list(tmp_path.glob("ann/*.corrupt-*"))) == 1
-
-
-def test_an_older_file_that_says_otherwise_is_set_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "FILE_TURNS", 2)
-    asyncio.run(live(tmp_path, "I like w1"))
-    other = (tmp_path / "ann" / f"{A}.json").read_text().replace("w1", "w0")
-    (tmp_path / "ann" / f"{A}.1.json").write_text(other)
-    asyncio.run(live(tmp_path, "I like w2", "I like w3"))
-    [aside] = tmp_path.glob("ann/*.corrupt-*")
-    assert aside.read_text() == other
-    assert queries_in(tmp_path) == [f"I like w{n}" for n in (1, 2, 3)]
+    assert len(list(tmp_path.glob("ann/*.corrupt-*"))) == 2
 
 
 def test_a_file_of_equal_size_and_moment_is_another(tmp_path, monkeypatch):
@@ -4084,21 +4070,16 @@ def test_text_in_parts_is_text_and_other_parts_stay_behind_the_hints(chat, model
         assert only_turns(chat, user)[0]["query"] == "I like tea.\nWhat's this?"
 
 
-def test_a_user_is_named_in_the_body_or_a_header(chat, model):
+def test_users_and_sessions_are_named_in_the_body_or_a_header(chat):
     body, name = {"user": "Zoë 李"}, "Zoë 李".encode()
     other_form = unicodedata.normalize("NFD", "Zoë 李").encode()
-    ways = [(body, {}), (body, {"X-Memory": "ON"}), (body, {"X-Memory": ""})]
-    ways += [
-        ({}, {"X-User-Id": name}),
-        ({"user": " Zoë 李"}, {"X-User-Id": other_form}),
-    ]
+    ways = [
+        (body, {}), (body, {"X-Memory": "ON"}), (body, {"X-Memory": ""}),
+        ({}, {"X-User-Id": name}), ({"user": " Zoë 李"}, {"X-User-Id": other_form}),
+    ]  # fmt: skip
     for n, (body, headers) in enumerate(ways, 1):
-        reply = chat.http.post(V1, json=v1(**body), headers=headers)
-        assert reply.status_code == 200
+        assert chat.http.post(V1, json=v1(**body), headers=headers).status_code == 200
         assert sum(sessions(chat, "Zoë 李").values()) == n
-
-
-def test_a_session_is_named_by_its_uuid_or_by_any_name(chat, model):
     for name in (C, C.upper(), "my session", "my session", "local:another"):
         complete(chat, "Hi!", user="ann", headers={"X-Session-Id": name})
         complete(chat, "Hi!", user="ann", metadata={"session_id": name})
