@@ -622,30 +622,6 @@ def picky(shared):
 
 # --- What comes in and goes out ---
 
-BAD_NAMES = [
-    "", " \t ", "a" * 129, "ann/bob", "ann\\bob", "ann\0", "ann\nbob", "ann\x85bob",
-    "ann\ud800", ".", " ... ", 7,
-]  # fmt: skip
-BAD_FIELDS = [{"user_id": name} for name in BAD_NAMES] + [
-    {"session_id": "../../etc/passwd"}, {"session_id": float("nan")}, {"message": ""},
-    {"message": "a" * 32_001}, {"message": ["Hi!"]}, {"query": "message and query"},
-    {"\udfff": "\ud800"}, {"temperature": 1}, {"reasoning_mode": "yes"},
-]  # fmt: skip
-NO_OBJECTS = b'{"user_id": "ann", "sess', b'{"user": "\xff\xfe"}', b"", b"[" * 100_000
-BAD_BODIES = [[GOOD], {"message": "no user", "session_id": A}, *NO_OBJECTS]
-BAD_BODIES += [GOOD | fields for fields in BAD_FIELDS]
-
-
-@pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
-def test_a_bad_body_is_422_and_nothing_is_asked_or_written(shared, picky, body):
-    # ASCII escapes: what is no UTF-8 can still be said in JSON.
-    content = body if isinstance(body, bytes) else json.dumps(body)
-    before = os.listdir(shared.folder)
-    reply = shared.http.post("/chat", content=content, headers=JSON)
-    assert reply.status_code == 422, reply.text
-    assert "detail" in reply.json() and "Traceback" not in reply.text
-    assert os.listdir(shared.folder) == before and not picky.requests
-
 
 def test_what_the_contract_allows_is_answered(start, model):
     session = "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b"
@@ -1578,9 +1554,8 @@ def test_a_refused_learning_is_made_smaller(start, model, monkeypatch, cut):
         chat.tell("I like wine")
         assert chat.health()["given_up"] == 1
         chat.tell("I like cake")
-        assert {"User likes cake.", "User likes wine."} - {*chat.facts()} == {
-            "User likes wine."
-        }
+        left = {"User likes cake.", "User likes wine."} & {*chat.facts()}
+        assert left == {"User likes cake."}
 
 
 @pytest.mark.parametrize("size", [2047, 2048, 4096, 8192])
@@ -3966,6 +3941,19 @@ def v1(**more):
     return {"messages": [by("user", "Hi!")], **more}
 
 
+BAD_NAMES = [
+    "a" * 129, "ann/bob", "ann\\bob", "ann\0", "ann\nbob", "ann\x85bob", "ann\ud800", ".",
+    " ... ", 7,
+]  # fmt: skip
+NO_OBJECTS = b'{"user_id": "ann", "sess', b'{"user": "\xff\xfe"}', b"", b"[" * 100_000
+BAD_FIELDS = [
+    *({"user_id": name} for name in ["", " \t ", *BAD_NAMES]), {"temperature": 1},
+    {"session_id": "../../etc/passwd"}, {"session_id": float("nan")}, {"message": ""},
+    {"message": "a" * 32_001}, {"message": ["Hi!"]}, {"query": "message and query"},
+    {"\udfff": "\ud800"}, {"reasoning_mode": "yes"},
+]  # fmt: skip
+BAD_TURNS = [[GOOD], {"message": "no user", "session_id": A}, *NO_OBJECTS]
+BAD_TURNS += [GOOD | fields for fields in BAD_FIELDS]
 ODD_BODIES = [
     *NO_OBJECTS, [v1()], {"model": "gpt"}, v1(messages=[]), v1(n=2), v1(stream="perhaps"),
     *(v1(messages=[by("user", content)]) for content in (5, ["Hi!"], "Hi \ud83d!")),
@@ -3974,32 +3962,35 @@ ODD_BODIES = [
     b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}",
 ]  # fmt: skip
 ANN = {"user": "ann"}
-ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES if name not in ("", " \t ")]
+ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES]
 ODD_NAMES += [
     ({}, {"X-User-Id": "a\x85nn".encode()}), ({}, {"X-User-Id": "ann\\bob"}),
     ({}, [("X-User-Id", "ann"), ("X-User-Id", "bob")]), (ANN, {"X-User-Id": "Ann"}),
     (ANN | {"store": False}, {"X-User-Id": "bob"}),
     (ANN | {"metadata": {"session_id": A}}, {"X-Session-Id": B}),
 ]  # fmt: skip
-BAD_REQUESTS = [(body, {"X-User-Id": "nobody"}) for body in ODD_BODIES]
-BAD_REQUESTS += [(v1(**body), headers) for body, headers in ODD_NAMES]
+BAD_REQUESTS = [("/chat", body, {}) for body in BAD_TURNS]
+BAD_REQUESTS += [(V1, body, {"X-User-Id": "nobody"}) for body in ODD_BODIES]
+BAD_REQUESTS += [(V1, v1(stream=True, **body), headers) for body, headers in ODD_NAMES]
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("number", range(len(BAD_REQUESTS)))
-def test_a_bad_request_is_400_in_openais_shape(shared, picky, number, stream):
-    body, headers = BAD_REQUESTS[number]
-    body = {"stream": stream} | body if isinstance(body, dict) else body
+def test_a_bad_request_is_refused_and_nothing_is_asked_or_written(
+    shared, picky, number
+):
+    path, body, headers = BAD_REQUESTS[number]
+    # ASCII escapes: what is no UTF-8 can still be said in JSON.
     content = body if isinstance(body, bytes) else json.dumps(body)
-    headers = httpx.Headers(headers)
+    headers, before = httpx.Headers(headers), os.listdir(shared.folder)
     headers.update(JSON)
-    reply = shared.http.post(V1, content=content, headers=headers)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
-    assert error["type"] == "invalid_request_error" and not picky.requests
+    reply = shared.http.post(path, content=content, headers=headers)
+    assert reply.status_code == (422 if path == "/chat" else 400), reply.text
     assert not re.search(r"Traceback|\([\"']|,\)", reply.text)
-    assert not (shared.folder / "nobody").exists()
+    assert os.listdir(shared.folder) == before and not picky.requests
+    error = reply.json()["detail" if path == "/chat" else "error"]
+    if path == V1:
+        assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+        assert error["type"] == "invalid_request_error"
 
 
 def test_an_odd_request_and_no_depth_of_nesting_is_a_server_error(shared, picky):
