@@ -1187,8 +1187,7 @@ def require_token(app: ASGIApp) -> ASGIApp:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         headers, error = Headers(scope=scope), None
-        # Of two headers somebody else might read the other: joined, they open nothing.
-        scheme, _, token = ", ".join(headers.getlist("Authorization")).partition(" ")
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
         scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
         # Whose token it is, if not the key, shows when the route knows the user.
         formed = is_key(token) or re.fullmatch("[0-9a-f]{64}", token)

@@ -1187,9 +1187,8 @@ def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
 def test_every_route_refuses_who_may_not(start, model):
     key, wrong = "sesame", ("authorization", f"Bearer {'0' * 64}")
     no_keys = "Bearer", f"Bearer {key}s", "Bearer clé".encode(), key, f"Basic {key}"
-    refusals = [{}, *({"authorization": said} for said in no_keys), [wrong] * 2]
+    refusals = [{}, *({"authorization": said} for said in no_keys)]
     refusals += [[("authorization", said), wrong] for said in ("", "x")]
-    refusals.append([wrong, ("authorization", "x")])
     names = {"user_id": "ann", "session_id": A, "id": "x"}
     bodies = {"/chat": GOOD, V1: v1(user="ann")}
     routes = [(method, route.path.format(**names)) for route in main.app.routes
