@@ -59,15 +59,14 @@ MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
 
 def setting(name: str, default: Value) -> Value:
     """Return a setting from the environment, of the default's type; else end start-up."""
-    text, kind = os.environ.get(name) or str(default), type(default)
+    text = os.environ.get(name) or str(default)
     if isinstance(default, str):
         return text
-    least = 0.001 if kind is float else int(name not in MAY_BE_ZERO)
     with suppress(ValueError):
-        value = kind(text)
-        if least <= value < math.inf:
+        value = type(default)(text)
+        if value > 0 or value == 0 and name in MAY_BE_ZERO:
             return value
-    raise SystemExit(f"{name} must be {kind.__name__}, at least {least}, not {text!r}")
+    raise SystemExit(f"{name} must be a positive {type(default).__name__}: {text!r}")
 
 
 def address(name: str) -> str:
