@@ -110,7 +110,7 @@ try:
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_UNREAD = 1 << 20  # bytes of an answer that wait for a client to read them
+MAX_UNREAD = 1 << 19  # bytes of an answer that wait behind those being sent
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds; as old may be what /health knows of the model's endpoint
@@ -188,8 +188,11 @@ class Failure(Exception):
 
     code: str
     message: str
-    status: int = 0  # of the endpoint's answer
     said: str = ""  # what the log tells of it
+
+
+class RefusedRequest(Failure, memory.RequestRefused):
+    """The endpoint works, and finds fault with the request itself."""
 
 
 REJECTED, UNAVAILABLE = "upstream_rejected", "upstream_unavailable"
@@ -213,30 +216,27 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
+    asked: TurnRequest
     task: asyncio.Task[None]  # the turn
     started = False  # the status line is sent
     ended = False  # nothing more is emitted
+    closed = False  # nothing more is sent
 
     def __init__(self, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
-        self.unsent = b""
-        self.ready = asyncio.Event()  # there is something new to send
-
-    @property
-    def closed(self) -> bool:
-        return self.ended and not self.unsent
+        self.unsent, self.ready = b"", asyncio.Event()  # set: there is something new
 
     def emit(self, type: str, **fields: Any) -> None:
         """Put an event behind those that wait; nothing follows `done` or `error`."""
         if self.ended:
             return
         self.ended = type in ("done", "error")
-        if not self.ended and len(self.unsent) > MAX_UNREAD:  # nobody reads it
-            self.task.cancel()
-        elif event := self.encode(type, fields):
-            self.unsent += event
+        self.unsent += self.encode(type, fields)
+        if self.unsent:
             self.ready.set()
+        if len(self.unsent) > MAX_UNREAD and not self.ended:  # nobody reads it
+            self.task.cancel()
 
     def encode(self, type: str, fields: Json) -> bytes:
         return to_json({"type": type, **fields}) + b"\n"
@@ -247,11 +247,12 @@ class EventStream(StreamingResponse):
         except (TimeoutError, asyncio.CancelledError):
             log.warning("an answer was cut: nobody reads it, or the service stops")
         finally:
-            self.ended, self.unsent = True, b""
+            self.ended = self.closed = True
             self.task.cancel()
 
     async def stream_response(self, send: Send) -> None:
-        while not self.closed:
+        more = True
+        while more:
             try:
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
@@ -259,7 +260,7 @@ class EventStream(StreamingResponse):
                 self.emit("ping")
                 continue
             self.ready.clear()
-            body, more = self.unsent, not self.ended
+            body, self.unsent, more = self.unsent, b"", not self.ended
             async with asyncio.timeout(READ_TIMEOUT):
                 if not self.started:  # the first event decides on the status
                     self.started = True
@@ -267,7 +268,6 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.start", **head})
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
-            self.unsent = self.unsent[len(body) :]
 
 
 class OpenAIStream(EventStream):
@@ -293,10 +293,12 @@ class OpenAIStream(EventStream):
         if type == "done":
             return self.encode_done(fields)
         if self.stream and type in ("token", "thought"):
-            return self.chunk(content=fields["text"] if type == "token" else "\n\n")
+            return self.chunk(
+                {"content": "\n\n" if type == "thought" else fields["text"]}
+            )
         return b": ping\n\n" if self.stream and type == "ping" else b""
 
-    def chunk(self, finish_reason: str | None = None, **delta: Any) -> bytes:
+    def chunk(self, delta: Json, finish_reason: str | None = None) -> bytes:
         delta, self.first = self.first | delta, {}
         return self.data([{"index": 0, "delta": delta, "finish_reason": finish_reason}])
 
@@ -317,7 +319,7 @@ class OpenAIStream(EventStream):
         for n, call in enumerate(calls):
             call["index"] = n
         usage = self.data([], done["usage"]) if self.usage else b""
-        return self.chunk(reason, **extra) + usage + b"data: [DONE]\n\n"
+        return self.chunk(extra, reason) + usage + b"data: [DONE]\n\n"
 
     def encode_error(self, code: str, message: str) -> bytes:
         status = STATUS.get(code, 500)
@@ -394,7 +396,12 @@ class AgentRun:
     seen: Counter[str] = field(default_factory=Counter)  # calls, as they are written
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
     done: Json = field(
-        default_factory=lambda: {"response": "", "rounds": 0, "usage": Counter()}
+        default_factory=lambda: {
+            "response": "",
+            "rounds": 0,
+            "usage": Counter(),
+            "turn": 0,
+        }
     )
 
     def emit(self, type: str, **fields: Any) -> None:
@@ -413,7 +420,7 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if self.turn and "tool_calls" not in done:
+            if self.turn and not done.get("tool_calls"):
                 await self.turn.save(
                     self.request.text,
                     done["response"],
@@ -423,24 +430,24 @@ class AgentRun:
                     tools=self.tools,
                     started_at=began,
                 )
-        number = self.turn.number if self.turn else 0
-        return done | {"turn": number, "usage": done["usage"] or None}
+        return done | {"usage": done["usage"] or None}
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
         turn, text, history = self.turn, self.request.text, self.request.history
         if "tools" not in self.request.options:
             self.offer_tools()
-        hints = Hints([], [], [])
+        hints, pending = Hints([], [], []), 0
         if turn:
+            self.done["turn"], pending = turn.number, len(turn.unlearned)
             try:
                 said = map(text_of, history) if history else None
                 hints = await turn.hints(text, said)
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
-            failed = "memory" in hints.degraded
-            self.service.memory.degraded.note("memory", failed=failed)
+            degraded = self.service.memory.degraded
+            degraded.note("memory", failed="memory" in hints.degraded)
         if turn and history is None:
             room = await self.service.context_tokens() * 3 // 4
             room -= memory.count_tokens(json.dumps(self.prompt))
@@ -450,18 +457,15 @@ class AgentRun:
             except ValueError:
                 raise Failure(TOO_LONG, "The message is too long.") from None
         else:
-            block = hints.block() if turn else ""
-            messages = around_history(history or [], block)
+            messages = around_history(history or [], hints.block() if turn else "")
         self.prompt["messages"] = messages
-        pending = len(turn.unlearned) if turn else 0
-        shown = {"facts": hints.facts, "pending": pending}
-        self.events.emit("memory", **shown, degraded=hints.degraded)
+        shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
+        self.events.emit("memory", **shown)
 
     def offer_tools(self) -> None:
         """Put our own functions into the prompt; a client's are among its options."""
-        found = [*tools.TOOLS.values()]
-        if self.request.reasoning:
-            found.insert(0, plan)
+        found: list[Any] = [plan] if self.request.reasoning else []
+        found += tools.TOOLS.values()
         if self.turn:
             found += [self.turn.fetch_memory, self.turn.propose_memory]
             found += [self.turn.forget_memory, self.turn.search_conversations]
@@ -475,9 +479,11 @@ class AgentRun:
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
         done = self.done
+        if "tools" in self.request.options:  # a client's own: what is called goes to it
+            reply = await self.ask(None)
+            done["tool_calls"] = [call.as_message() for call in reply.calls]
+            return
         choice: Any = PLAN_CALL if self.request.reasoning else None
-        if "tools" in self.request.options:
-            return await self.pass_on()
         for number in range(1, MAX_ROUNDS + 1):
             capped = number == MAX_ROUNDS or max(self.seen.values(), default=0) > 2
             choice = "none" if capped else choice
@@ -487,8 +493,7 @@ class AgentRun:
                 choice = None
                 continue
             # Silence is an answer where nothing was done before.
-            wanted = reply.text or capped or number > 1
-            empty = wanted and NO_ANSWER.fullmatch(reply.text)
+            empty = (reply.text or number > 1) and NO_ANSWER.fullmatch(reply.text)
             if empty:
                 self.take_back(reply)
             if choice == "none" or not empty:
@@ -501,30 +506,18 @@ class AgentRun:
             done["response"] = good[-1] if good else SORRY
             self.emit("token", text=done["response"])
 
-    async def pass_on(self) -> None:
-        """Ask the model once, with a client's own tools; what it calls goes to the client."""
-        reply, done = await self.ask(None), self.done
-        if reply.calls:
-            done["tool_calls"] = [call.as_message() for call in reply.calls]
-            done["finish_reason"] = done["finish_reason"].replace("stop", "tool_calls")
-
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        done, reply = self.done, ReplyParser(self.emit)
+        done, service = self.done, self.service
         done["rounds"] += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
-        most = 4 * await self.service.context_tokens()  # in bytes
-        stream = self.service.chat.stream(request, self.request.options)
+        reply = ReplyParser(self.emit, 4 * await service.context_tokens())
+        stream = service.chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
-                await reply.read(chunks, most)
-        except Failure as failure:
-            if failure.code == UNAVAILABLE:  # the answer broke off
-                self.service.chat.answers = False
-            raise
+                await reply.read(chunks)
         finally:  # a turn that is interrupted keeps what was said
             done["response"] = reply.text
-        done["finish_reason"] = "length" if reply.finish_reason == "length" else "stop"
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         done["usage"].update(counts)
         written = [] if reply.calls else calls_in_text(reply.text, self.functions)
@@ -533,6 +526,8 @@ class AgentRun:
         reply.calls = [] if choice == "none" else reply.calls or written
         for call in reply.calls:  # Mistral's templates take no other ids
             call.id = call.id or uuid.uuid4().hex[:9]
+        reason = "tool_calls" if reply.calls else "stop"
+        done["finish_reason"] = "length" if reply.finish_reason == "length" else reason
         return reply
 
     def take_back(self, reply: "ReplyParser") -> None:
@@ -548,32 +543,29 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, reply.calls))
         said["tool_calls"] = [call.as_message() for call in reply.calls]
         self.tools += results
-        messages = self.prompt["messages"]
-        messages.append(said)
-        for call, result in zip(reply.calls, results):
-            told = memory.message("tool", result["content"])
-            messages.append(told | {"tool_call_id": call.id})
+        told = [memory.message("tool", result["content"]) for result in results]
+        for call, message in zip(reply.calls, told):
+            message["tool_call_id"] = call.id
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = MAX_ROUNDS - self.done["rounds"]
-            messages[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
+            told[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
+        self.prompt["messages"] += [said, *told]
 
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
         began, given = time.monotonic(), parse_arguments(call.text)
-        arguments = given or {}
+        arguments, planning = given or {}, call.name == "plan"
         # Written anew: a malformed string in the messages is refused for ever.
         call.text = json.dumps(arguments, sort_keys=True)
-        planning = self.functions.get(call.name) is plan
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        same = call.name + call.text
+        same, known = call.name + call.text, self.functions
         self.seen[same] += 1
         if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            functions = self.functions
-            ok, text = await tools.call_tool(functions, call.name, given, TOOL_TIMEOUT)
+            ok, text = await tools.call_tool(known, call.name, given, TOOL_TIMEOUT)
         result = {"name": call.name, "ok": ok, "content": text}
         if not planning:
             ms = round((time.monotonic() - began) * 1000)
@@ -586,26 +578,23 @@ class AgentRun:
 
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
-    content = message.get("content")
+    content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    texts = [as_dict(part).get("text") for part in parts]
-    return "\n".join(str(text) for text in texts if text)
+    return "\n".join(str(part["text"]) for part in content if part.get("text"))
 
 
 def around_history(history: list[Message], block: str) -> list[Message]:
     """Return a client's messages with one system message, ours and theirs, and the hints."""
     roles = ("system", "developer")
     own = [text_of(said) for said in history if said["role"] in roles]
-    system = "\n\n".join([SYSTEM, *own])
-    prompt = [dict(said) for said in history if said["role"] not in roles]
+    prompt = [said for said in history if said["role"] not in roles]
     if block:
         asked = [said for said in prompt if said["role"] == "user"][-1]
         content, text = asked["content"], f"{block}\n\n"
         parts = [{"type": "text", "text": text}, *content]
         asked["content"] = text + content if isinstance(content, str) else parts
-    return [memory.message("system", system), *prompt]
+    return [memory.message("system", "\n\n".join([SYSTEM, *own])), *prompt]
 
 
 @dataclass
@@ -633,36 +622,39 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    def __init__(self, emit: Callable[..., None]):
-        self.emit, self.thinking = emit, False  # between <think> and </think>
+    def __init__(self, emit: Callable[..., None], most: int):
+        self.emit, self.room = emit, most  # bytes of text, thinking and arguments
         self.text = self.held = self.finish_reason = ""
+        self.thinking = False  # between <think> and </think>
         self.calls: list[ToolCall] = []
         self.usage: Json = {}
-        self.size = 0  # bytes of text, thinking and arguments
 
-    async def read(self, chunks: AsyncIterator[Json], most: int) -> None:
-        """Take a stream to its end, or to `most` bytes; Failure where it broke off."""
-        async for chunk in chunks:
-            self.feed(chunk)
-            if self.size > most:
-                self.finish_reason = "length"
-                break
+    async def read(self, chunks: AsyncIterator[Json]) -> None:
+        """Take a stream to its end, or as far as it may go; Failure where it broke off."""
+        try:
+            async for chunk in chunks:
+                self.feed(chunk)
+                if self.room < 0:
+                    self.finish_reason = "length"
+                    break
+        except Failure:
+            if not self.finish_reason:  # else nothing is missing
+                raise
         if not self.finish_reason:
             raise Failure(UNAVAILABLE, "The model's answer broke off.")
         self.say(self.held, "thinking" if self.thinking else "token")
-        self.calls = [call for call in self.calls if call.name]
 
     def feed(self, chunk: Json) -> None:
-        self.usage = as_dict(chunk.get("usage")) or self.usage
-        choice = as_dict((chunk.get("choices") or [None])[0])
-        delta = as_dict(choice.get("delta"))
-        thought = printable(delta.get("reasoning_content") or delta.get("reasoning"))
-        text = printable(text_of(delta) or delta.get("refusal"))
-        self.size += len((thought + text).encode())
+        self.usage = chunk.get("usage") or self.usage
+        [choice, *_] = chunk.get("choices") or [{}]
+        delta = choice.get("delta") or {}
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = text_of(delta) or delta.get("refusal") or ""
+        self.room -= len((thought + text).encode())
         self.say(thought, "thinking")
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
-            self.add_piece(as_dict(piece))
+            self.add_piece(piece)
         self.finish_reason = self.finish_reason or choice.get("finish_reason") or ""
 
     def say(self, text: str, type: str = "token") -> None:
@@ -673,47 +665,34 @@ class ReplyParser:
     def add_text(self, text: str) -> None:
         """Tell text from the thinking before it, whose tags may come in pieces."""
         text, self.held = self.held + text, ""
+        if not self.thinking and not self.text:
+            text = text.lstrip()
+            if text.startswith("<think>"):
+                self.thinking, text = True, text[7:]
+            elif "<think>".startswith(text):
+                self.held, text = text, ""
         if self.thinking:
             thought, tag, text = text.partition("</think>")
             whole = thought if tag else HALF_TAG.sub("", thought)
             self.say(whole, "thinking")
             self.thinking, self.held = not tag, thought[len(whole) :]
-        if not self.thinking and not self.text:
             text = text.lstrip()
-            if text.startswith("<think>"):
-                self.thinking = True
-                return self.add_text(text[7:])
-            if "<think>".startswith(text):
-                self.held, text = text, ""
         self.say(text)
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
-        function, index = as_dict(piece.get("function")), piece.get("index")
-        id, name = printable(piece.get("id")), printable(function.get("name"))
+        function, index = piece.get("function") or {}, piece.get("index")
+        id, name = piece.get("id") or "", function.get("name")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
+        self.room -= len(text)
         same = [c for c in self.calls if None in (index, c.index) or index == c.index]
-        call = same[-1] if same else None
-        # Some servers put every call under one index or under none, some repeat the name
-        # in each piece, older ones give each piece an id of its own.
-        other = call and (name != call.name or id not in ("", call.id))
-        if not call or name and (other or text and parse_arguments(call.text)):
-            call = ToolCall(index, id, name)
-            self.calls.append(call)
-        call.text += text
-        self.size += len(text)
-
-
-def as_dict(value: Any) -> Json:
-    return value if isinstance(value, dict) else {}
-
-
-def printable(text: Any) -> str:
-    """Return a text without lone surrogates, which a model's JSON may hold; "" for none."""
-    if not text or not isinstance(text, str):
-        return ""
-    return text.encode("utf-8", "replace").decode()
+        # Some servers put every call under one index or under none, some repeat the name.
+        if name and not (id and same and id == same[-1].id):
+            same = [ToolCall(index, id, name)]
+            self.calls += same
+        if same:
+            same[-1].text += text
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -741,7 +720,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
             value = pydantic_core.from_json(part)
         except ValueError:
             return []
-        for item in map(as_dict, value if isinstance(value, list) else [value]):
+        for item in value if isinstance(value, list) else [value]:
+            item = item if isinstance(item, dict) else {}
             name = str(item.get("name"))
             given = item.get("arguments", item.get("parameters"))
             if name not in functions or not isinstance(given, dict):
@@ -758,13 +738,17 @@ class Endpoint:
 
     def __init__(self, key: str, url: str, model: str):
         self.key, self.url = key, (url or "https://api.openai.com/v1").rstrip("/")
-        self.configured = model if key else ""  # "": the first one there
-        self.model = self.configured
+        self.model = model if key else ""  # "": the first one there
+        parts = urlsplit(self.url)
+        proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         self.http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # turns are limited
             headers={"Authorization": f"Bearer {key}", "Content-Type": JSON_TYPE},
-            proxy=proxy_for(self.url),
+            # By `trust_env` it would look into netrc, where an entry for the host is an
+            # error beside our own Authorization, and use a thread for each request.
+            proxy=proxy,
             read_bufsize=1 << 20,  # half of the longest line of a stream
+            raise_for_status=raise_failure,
         )
         self.sizes: Json = {}  # the models there → max_model_len
         self.unsupported: dict[str, float] = {}  # part of a request → until when
@@ -777,91 +761,77 @@ class Endpoint:
         try:
             yield
             self.answers = True
-            return
-        except Failure as error:
-            failure = error
-        except TimeoutError as error:
-            failure = Failure(TIMEOUT, TOO_SLOW, said=repr(error))
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                failure = Failure(UNAVAILABLE, UNREACHED, said=repr(error))
-        except OSError as error:
-            failure = Failure(UNAVAILABLE, UNREACHED, said=repr(error))
-        except Exception as error:  # noqa: BLE001 (of aiohttp, or an answer that is none)
-            failure = Failure(UNAVAILABLE, NOT_AVAILABLE, said=repr(error))
-        # What was wrong with the request itself; not a key, an address or a model's name.
-        self.answers = failure.status in (400, 413, 422)
-        if failure.status == 404:  # another model is served there now
-            self.model = self.configured
-        raise failure
+        except Failure as failure:
+            self.answers = isinstance(failure, RefusedRequest)
+            raise
+        except Exception as error:  # of aiohttp, or an answer that is none
+            self.answers = False
+            slow = isinstance(error, aiohttp.SocketTimeoutError)
+            told = (TIMEOUT, TOO_SLOW) if slow else (UNAVAILABLE, NOT_AVAILABLE)
+            raise Failure(*told, repr(error)) from error
 
     async def request(
-        self, path: str, body: Json, patience: float
+        self, path: str, body: Json, timeout: float, tries: int = 2
     ) -> aiohttp.ClientResponse:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
         By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
         httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
-        It may be silent for UPSTREAM_TIMEOUT, `patience` times. Raises Failure.
         """
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         method, data = ("POST", to_json(body)) if body else ("GET", None)
-        silence = patience * UPSTREAM_TIMEOUT
-        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
+        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=timeout)
         # A redirect would carry prompts elsewhere.
         known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
-        again = True
-        while True:
-            try:
-                with self.noted():
-                    url = f"{self.url}/{path}"
-                    return await accepted(await self.http.request(method, url, **known))
-            except Failure as failure:
-                may_pass = failure.code == UNAVAILABLE or failure.status == 408
-                if not (again and may_pass):
-                    raise
-            again = False
-            await asyncio.sleep(0.5)
+        try:
+            with self.noted():
+                return await self.http.request(method, f"{self.url}/{path}", **known)
+        except Failure as failure:
+            if failure.code != UNAVAILABLE or tries == 1:
+                raise
+        await asyncio.sleep(0.5)
+        return await self.request(path, body, timeout, tries - 1)
 
     async def send(
-        self, path: str, request: Json, given: Json, patience: float = 1
+        self, path: str, request: Json, given: Json, timeout: float = 0
     ) -> aiohttp.ClientResponse:
         """Send a request; where the endpoint's error names a part of it, without that.
 
-        What works without a part is asked without it for ten minutes, of everybody. An
-        error that names none of the parts is the request's own fault, and teaches
-        nothing; nor does one that what a client has given may be the reason of.
+        What works without a part is asked without it for ten minutes, of everybody; but
+        not where what a client has given may be the reason. Raises Failure.
 
         Args:
             given: More of the request, a client's own; sent as it is.
+            timeout: Seconds of silence; 0: UPSTREAM_TIMEOUT.
         """
         now = time.monotonic()
         for part in PARTS:
             if now < self.unsupported.get(part, 0):
                 request = without(request, part)
         try:
-            return await self.request(path, request | given, patience)
+            return await self.request(
+                path, request | given, timeout or UPSTREAM_TIMEOUT
+            )
         except Failure as failure:
             said = failure.said.lower()
             named = [part for part, names in PARTS.items() if re.search(names, said)]
             parts = [part for part in named if without(request, part) != request]
-            if named and failure.code == REJECTED:
-                failure.message += f" It speaks of {named[0]}."
             if not parts or failure.code != REJECTED:
                 raise
-        response = await self.send(path, without(request, parts[0]), given, patience)
-        if not given and self.unsupported.get(parts[0], 0) < now:
+        response = await self.send(path, without(request, parts[0]), given, timeout)
+        if not given:
             log.warning("the endpoint refuses %s: left out for ten minutes", parts[0])
             self.unsupported[parts[0]] = now + 600
         return response
 
-    async def ask(self, path: str, body: Json, patience: float = 1) -> Json:
+    async def ask(self, path: str, body: Json, timeout: float = 0) -> Any:
         """Return the JSON of an answer. Raises Failure."""
         with self.noted():
-            response = await self.send(path, body, {}, patience)
+            response = await self.send(path, body, {}, timeout)
             return json.loads(await response.read())
 
-    async def look(self, max_age: float) -> None:
+    async def look(self, max_age: float = 0) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
 
         Who comes within `max_age` seconds, or waits meanwhile, goes by what was found.
@@ -873,72 +843,50 @@ class Endpoint:
                 return
             try:
                 with self.noted():
-                    answer = await asyncio.wait_for(self.ask("models", {}), 2)
-                    sizes = {m["id"]: m.get("max_model_len") for m in answer["data"]}
-                    self.sizes = sizes
+                    found = (await self.ask("models", {}, 2))["data"] or []
+                    self.sizes = {m["id"]: m.get("max_model_len") for m in found}
             finally:
                 self.looked = time.monotonic()
             self.model = self.model or next(iter(self.sizes), "")
 
     async def introduce(self, setting: str) -> None:
         """Put into the log of the start which model is used, or what to set."""
-        told = f"{setting} at {self.url}"
         try:
-            await self.look(0)
+            await self.look()
         except Failure as error:
-            return start_log.warning("%s: %s %.300s", told, error.message, error.said)
-        if self.model in self.sizes:
-            return start_log.info("%s is %s", told, self.model)
-        told += f" is {self.model}, but must be served there"
-        start_log.warning("%s, as are: %s", told, [*self.sizes][:9])
+            told = setting, self.url, error.message, error.said
+            start_log.warning("%s at %s: %s %.300s", *told)
+        else:
+            known = setting, self.model, self.url, [*self.sizes][:9]
+            start_log.info("%s is %s; served at %s: %s", *known)
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
-            await self.look(0)
+            await self.look()
         if not self.model:
-            raise Failure(UNAVAILABLE, UNREACHED)
+            raise Failure(UNAVAILABLE, NOT_AVAILABLE)
         return self.model
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
-        """Yield the chunks of a streamed completion, then DONE. Raises Failure."""
+        """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
         request |= {"model": await self.discover(), "stream": True}
         request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
         with self.noted():
             async with await self.send("chat/completions", request, given) as response:
-                async for chunk in chunks_of(response):
-                    yield chunk
+                async for line in response.content:
+                    yield chunk_of(line)
 
 
-async def chunks_of(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
-    """Yield the chunks of a streamed answer, then DONE. Raises Failure."""
-    async for line in response.content:
-        data = line[5:].strip()
-        if not line.startswith(b"data:"):
-            continue
-        if data == b"[DONE]":
-            yield DONE
-            break
-        chunk = json.loads(data.decode("utf-8", "replace") or "{}")
-        if not isinstance(chunk, dict) or chunk.get("error"):
-            raise Failure(UNAVAILABLE, "The model's endpoint failed.", said=str(chunk))
-        yield chunk
-    with suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(0.1):  # read to its end, it is kept
-            await response.read()
-
-
-def proxy_for(url: str) -> str | None:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for a URL.
-
-    aiohttp's `trust_env` also looks into netrc, where an entry for the host is an error
-    beside our own Authorization, and goes through a thread for each request.
-    """
-    parts = urlsplit(url)
-    proxy = getproxies().get(parts.scheme)
-    if not proxy or proxy_bypass(parts.netloc):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
+def chunk_of(line: bytes) -> Json:
+    """Return the chunk on a line of a stream; {} where there is none. Raises Failure."""
+    data = line[5:].strip()
+    if not data or not line.startswith(b"data:"):
+        return {}
+    chunk = DONE if data == b"[DONE]" else pydantic_core.from_json(data)
+    if chunk.get("error"):
+        raise Failure(UNAVAILABLE, "The model's endpoint failed.", str(chunk))
+    return chunk
 
 
 PARTS = {  # of a request that an endpoint may not support → how its error names them
@@ -954,39 +902,41 @@ PARTS = {  # of a request that an endpoint may not support → how its error nam
 
 def without(request: Json, part: str) -> Json:
     """Return a request without a part; unchanged where it cannot do without."""
+    if request.get(part) == "none":  # a tool_choice that forces no call
+        return request
     less = {name: value for name, value in request.items() if name != part}
-    if as_dict(less.get("response_format")).get("type") == part:
+    if part == "tools":
+        less.pop("tool_choice", None)
+    if part == less.get("response_format", {}).get("type"):
         del less["response_format"]
         if part == "json_schema":
             less["response_format"] = {"type": "json_object"}
-    if part == "tools":
-        less.pop("tool_choice", None)
-    if part == "tool_choice" and request.get(part) == "none":
-        return request  # it forces no call
     return less
 
 
 TOO_SLOW = "The model's endpoint took too long."
-UNREACHED = "The model's endpoint cannot be reached: check its URL and that it runs."
-NOT_AVAILABLE = "The model's endpoint is not available."
+NOT_AVAILABLE = "The model's endpoint is not available: check its URL and that it runs."
 
 
-async def accepted(answer: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-    """Return an endpoint's answer; Failure: it is an error, told as a client may see it."""
+async def raise_failure(answer: aiohttp.ClientResponse) -> None:
+    """Raise a Failure for an endpoint's answer that is an error, told as a client may see it."""
     status = answer.status
     if status < 300:
-        return answer
+        return
     said = (await answer.text(errors="replace"))[:8000]
-    code, message = UNAVAILABLE, NOT_AVAILABLE
+    if status in (400, 413, 422):
+        if TOO_LONG_SAID.search(said):
+            told = "The conversation does not fit the context."
+            raise RefusedRequest(TOO_LONG, told, said)
+        told = f"The model's endpoint refused the request ({status})."
+        raise RefusedRequest(REJECTED, told, said)
     if status == 408:
-        code, message = TIMEOUT, TOO_SLOW
-    elif status in (400, 413, 422) and TOO_LONG_SAID.search(said):
-        code, message = TOO_LONG, "The conversation does not fit the context."
-    elif 400 <= status < 500 and status != 429:
-        check = {401: " Check its key.", 404: " Check its URL and the model's name."}
-        message = f"The model's endpoint refused the request ({status})."
-        code, message = REJECTED, message + check.get(status, "")
-    raise Failure(code, message, status, said)
+        raise Failure(TIMEOUT, TOO_SLOW, said)
+    if status == 429 or not 400 <= status < 500:
+        raise Failure(UNAVAILABLE, NOT_AVAILABLE, said)
+    check = {401: "its key", 404: "its URL and the model's name"}.get(status, "the log")
+    told = f"The model's endpoint refused the request ({status}): check {check}."
+    raise Failure(REJECTED, told, said)
 
 
 TOO_LONG_SAID = re.compile(
@@ -995,6 +945,7 @@ TOO_LONG_SAID = re.compile(
     re.IGNORECASE,
 )
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
+NO_API_KEY = "API_KEY is not set: everyone who reaches this port can read all memories."
 NO_EMBEDDINGS = "No embeddings: words alone are searched. Set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
 
@@ -1005,25 +956,25 @@ class Service:
         own = OPENAI_API_KEY, BASE_URL
         self.chat = Endpoint(*own, CHAT_MODEL)
         self.endpoints = {"CHAT_MODEL": self.chat}
+        embed = rerank = None
         if EMBEDDING_BASE_URL:
             own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
         if own[0] and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
             self.endpoints["EMBEDDING_MODEL"] = Endpoint(*own, EMBEDDING_MODEL)
+            embed = self.embed
         if RERANK_BASE_URL:
             reranker = Endpoint(RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL)
             self.endpoints["RERANK_MODEL"] = reranker
-        embed = self.embed if "EMBEDDING_MODEL" in self.endpoints else None
-        rerank = self.rerank if RERANK_BASE_URL else None
+            rerank = self.rerank
         known = embed, EMBEDDING_MODEL, rerank, MEMORY
         self.memory = Memory(DATA_DIR, self.complete, *known)
-        self.running: dict[EventStream, tuple[str, str]] = {}  # user, session
+        self.running: list[EventStream] = []
 
     async def open(self) -> None:
         """Open the memory and look at the endpoints; log what is used, or what to set."""
         start_log.info("The data is in %s (DATA_DIR).", DATA_DIR)
         if not API_KEY:
-            said = "everyone who reaches this port can read all memories"
-            start_log.warning("API_KEY is not set: %s.", said)
+            start_log.warning(NO_API_KEY)
         looks = (endpoint.introduce(name) for name, endpoint in self.endpoints.items())
         await asyncio.gather(*looks)
         if "EMBEDDING_MODEL" in self.endpoints:
@@ -1049,19 +1000,17 @@ class Service:
         if not self.chat.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
-        for other in list(self.running):
-            if other.closed and other.task.done():
-                del self.running[other]
-        user = asked.user
-        own = [session for name, session in self.running.values() if name == user]
+        self.running = [e for e in self.running if not (e.closed and e.task.done())]
+        own = [e.asked.session for e in self.running if e.asked.user == asked.user]
         if (
             len(self.running) >= MAX_CONCURRENT_TURNS
-            or (user and len(own) >= max(1, MAX_CONCURRENT_TURNS // 4))
+            or (asked.user and len(own) >= max(1, MAX_CONCURRENT_TURNS // 4))
             or (asked.session and own.count(asked.session) > MAX_WAITING)
         ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
+        events.asked = asked
         events.task = asyncio.create_task(run_turn(self, asked, events))
-        self.running[events] = user, asked.session
+        self.running.append(events)
         return events
 
     async def context_tokens(self) -> int:
@@ -1070,10 +1019,9 @@ class Service:
         if not (CONTEXT_TOKENS or chat.sizes):
             with suppress(Failure):
                 await chat.look(LOOK_AFTER)
-        size = chat.sizes.get(chat.model)
-        size = size if isinstance(size, int) and size > 0 else 8192
-        learner.context_tokens = CONTEXT_TOKENS or size
-        return learner.context_tokens
+        size = CONTEXT_TOKENS or chat.sizes.get(chat.model) or 8192
+        learner.context_tokens = size
+        return size
 
     async def health(self) -> Json:
         """Return what works, and since when what does not; nothing is read from disk."""
@@ -1109,9 +1057,9 @@ class Service:
         }
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        with refusals():
-            # Patiently: nobody waits for it.
-            found = await self.chat.ask("chat/completions", request, 5)
+        # Patiently: nobody waits for it.
+        patience = 5 * UPSTREAM_TIMEOUT
+        found = await self.chat.ask("chat/completions", request, patience)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -1121,8 +1069,7 @@ class Service:
         embedder = self.endpoints["EMBEDDING_MODEL"]
         self.memory.model = model = await embedder.discover()
         body = {"model": model, "input": texts, "encoding_format": "base64"}
-        with refusals():
-            found = (await embedder.ask("embeddings", body))["data"]
+        found = (await embedder.ask("embeddings", body))["data"]
         found.sort(key=lambda row: row["index"])
         return [vector_of(row["embedding"]) for row in found]
 
@@ -1135,17 +1082,6 @@ class Service:
         body = {"model": model, "query": query, "documents": texts, "top_n": k}
         found = (await reranker.ask("rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in found]
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Raise memory.RequestRefused where an endpoint refuses the request itself."""
-    try:
-        yield
-    except Failure as failure:
-        if failure.status in (400, 413, 422):
-            raise memory.RequestRefused(failure.message) from failure
-        raise
 
 
 def vector_of(embedding: str | list[float]) -> np.ndarray:
@@ -1228,28 +1164,26 @@ SEND_JSON = "Send it with the header Content-Type: application/json"
 
 async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
+    openai_face = request.scope["path"].startswith("/v1/")
     status, headers = 503, None
     detail: Any = "The files cannot be read or written."
-    openai_face = request.scope["path"].startswith("/v1/")
     match error:
         case RequestValidationError():
             found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
-            sent = request.headers.get("Content-Type", "")
-            if found[0]["loc"] == ("body",) and "json" not in sent:
-                found[0]["msg"] = SEND_JSON
-            told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found]
-            status, detail = 422, "; ".join(told) if openai_face else found
+            first, sent = found[0], request.headers.get("Content-Type", "")
+            if first["loc"] == ("body",) and "json" not in sent:
+                first["msg"] = SEND_JSON
+            status, detail = 422, found
+            if openai_face:  # which has no 422
+                status, detail = 400, f"{first['loc'][-1]}: {first['msg']}"
         case HTTPException():
             status, detail, headers = error.status_code, error.detail, error.headers
         case Failure():
-            status, detail = STATUS.get(error.code, 500), error.message
+            detail = error.message
         case NotFound():
             status, detail = 404, "Not found"
         case _:
             log.error("the user's files cannot be read or written", exc_info=error)
-    # FastAPI's 400 is a body that it cannot read; OpenAI has no 422.
-    if status in (400, 422):
-        status = 400 if openai_face else 422
     content = openai_error(status, detail) if openai_face else {"detail": detail}
     return Response(to_json(content), status, headers, JSON_TYPE)
 
@@ -1301,7 +1235,8 @@ def agreeing_value(request: Request, given: Any, header: str) -> str:
     """Return what a field of the body or a header says; 400 where two disagree."""
     found = [value.encode("latin-1") for value in request.headers.getlist(header)]
     # What is no UTF-8 must not make two names one, as one sign for all of it would.
-    said = [str(given or ""), *(v.decode("utf-8", "backslashreplace") for v in found)]
+    said = [value.decode("utf-8", "backslashreplace") for value in found]
+    said.append(str(given or ""))
     values = {unicodedata.normalize("NFC", value.strip()) for value in said} - {""}
     if len(values) > 1:
         raise HTTPException(400, "Two names are given that disagree.")
