@@ -849,12 +849,9 @@ def test_sessions_of_a_user_share_facts_but_not_transcripts(chat, model):
     chat.ask("Another!", session=A)
     other, same = model.requests[1:]
     assert "User likes tea." in hints(other) and "User likes tea." in hints(same)
-    assert [m["role"] for m in other["messages"]] == ["system", "user"]
-    assert same["messages"][1:3] == [
-        by("user", "Say an animal. I like tea"),
-        by("assistant", "Zebra."),
-    ]
-    assert len(same["messages"]) == 4 and "Zebra" not in json.dumps(other)
+    texts = [message["content"] for message in same["messages"][1:-1]]
+    assert texts == ["Say an animal. I like tea", "Zebra."]
+    assert len(other["messages"]) == 2 and "Zebra" not in json.dumps(other)
 
 
 def test_requests_to_one_session_are_answered_in_order_and_sixteen_wait(chat, model):
@@ -1242,19 +1239,27 @@ def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
             chat.delete(f"/users/{name}")
 
 
-def test_a_users_facts_are_listed_with_all_their_fields(chat):
-    chat.tell("I use Shram and Magnet as productivity tools")
-    facts = chat.memories()
-    assert len(facts) == 2
-    for fact in facts:
-        for at in (fact.pop("created_at"), fact.pop("last_seen_at")):
-            assert datetime.fromisoformat(at).tzinfo
-        assert isinstance(fact.pop("id"), str) and "productivity" in fact.pop("text")
-        assert 0 < fact.pop("score") < 1
-        about = {"kind": "profile", "importance": 0.7, "frequency": 1}
-        assert fact == about | {"source": f"{A}/1"}
+def test_a_fact_is_listed_with_all_its_fields_and_its_history_ends_with_it(chat):
+    for text in ("My name is Ann", "forget Ann", "My name is Ann", "My name is Anna"):
+        chat.tell(text)
+    chat.tell("I use Shram")
     [best] = chat.memories(query="Shram", k=1)
     assert "Shram" in best["text"] and isinstance(best["score"], float)
+    fact, other = chat.memories()
+    path = f"/users/ann/memories/{fact.pop('id')}"
+    for at in (fact.pop("created_at"), fact.pop("last_seen_at")):
+        assert datetime.fromisoformat(at).tzinfo
+    assert 0 < fact.pop("score") < 1 and other["source"] == f"{A}/5"
+    about = {"text": "User's name is Anna.", "source": f"{A}/4", "frequency": 1}
+    assert fact == about | {"kind": "profile", "importance": 0.7}
+    told = chat.http.get(f"{path}/history").text
+    assert "User's name is Ann." in told and "User's name is Anna." in told
+    chat.delete(path)
+    assert chat.facts() == [other["text"]]
+    assert chat.http.get(f"{path}/history").status_code == 404
+    assert chat.http.delete(path).status_code == 404
+    assert "name is" not in (chat.folder / "ann" / "memory.json").read_text()
+    assert chat.turns()[0]["query"] == "My name is Ann"
 
 
 @pytest.mark.parametrize("name", ["..%2Fann", "%2E%2E", "a%00b", "a" * 129])
@@ -1268,20 +1273,6 @@ def test_a_bad_name_in_a_path_and_a_bad_search_open_nothing(shared, name):
     for query in ("?k=0", "?k=x", "?query=", "?query=a&k=-1"):
         assert shared.http.get(f"/users/ann/memories{query}").status_code == 422
     assert os.listdir(shared.folder) == before
-
-
-def test_a_facts_history_is_told_and_ends_with_the_fact(chat):
-    for name in ("My name is Ann", "forget Ann", "My name is Ann", "My name is Anna"):
-        chat.tell(name)
-    path = f"/users/ann/memories/{chat.memories()[0]['id']}"
-    told = chat.http.get(f"{path}/history").text
-    assert "User's name is Ann." in told and "User's name is Anna." in told
-    chat.delete(path)
-    assert chat.facts() == []
-    assert chat.http.get(f"{path}/history").status_code == 404
-    assert chat.http.delete(path).status_code == 404
-    assert "name is" not in (chat.folder / "ann" / "memory.json").read_text()
-    assert chat.turns()[0]["query"] == "My name is Ann"
 
 
 def test_sessions_are_listed_read_and_deleted(chat):
@@ -1929,9 +1920,9 @@ def test_propose_memory_keeps_only_what_the_user_said(chat, model):
         "User's PIN is 4711.": False,
         "Olga": False,
     }
-    proposal = {"items": [*items]}
     told = "I play the cello, my PIN is 4711"
-    verdicts = json.loads(use(chat, model, "propose_memory", proposal, told))
+    told = use(chat, model, "propose_memory", {"items": [*items]}, told)
+    verdicts = json.loads(told)
     assert {v["item"]: v["accepted"] for v in verdicts} == items
     assert all("score" in v for v in verdicts) and "known" in verdicts[2]["reason"]
     assert set(chat.facts()) == {*[*items][:3]}
@@ -1946,6 +1937,20 @@ def test_fetch_memory_returns_what_bears_on_a_query_and_what_waits(chat, model):
     chat.ask("I like chess", session=C)
     found = use(chat, model, "fetch_memory", {"query": "hobbies"}, session=A)
     assert found.endswith('- just said: "I like chess"')
+
+
+def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, model):
+    for text in ("Hello there", "The plumber is called Enzo Ferri", "Come on Tuesday"):
+        chat.ask(text, session=A)
+    for n in range(10):
+        chat.ask(f"Something else number {n}", session=C)
+    chat.learned()
+    query = {"query": "plumber Enzo", "k": 1}
+    found = use(chat, model, "search_conversations", query)
+    for text in (A, f"{datetime.now(UTC):%Y-%m-%d}", "Hello there", "Come on Tuesday"):
+        assert text in found
+    chat.delete(f"/users/ann/sessions/{A}")
+    assert "Enzo" not in use(chat, model, "search_conversations", query)
 
 
 def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model):
@@ -1967,20 +1972,6 @@ def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model)
     assert forget("Shram") == "Forgotten: User uses Shram."
     forget("chess on Mondays", "Can you forget chess on Mondays?")
     assert set(chat.facts()) == {*PLACES}
-
-
-def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, model):
-    for text in ("Hello there", "The plumber is called Enzo Ferri", "Come on Tuesday"):
-        chat.ask(text, session=A)
-    for n in range(10):
-        chat.ask(f"Something else number {n}", session=C)
-    chat.learned()
-    query = {"query": "plumber Enzo", "k": 1}
-    found = use(chat, model, "search_conversations", query)
-    assert A in found and time.strftime("%Y-%m-%d", time.gmtime()) in found
-    assert "Hello there" in found and "Come on Tuesday" in found
-    chat.delete(f"/users/ann/sessions/{A}")
-    assert "Enzo" not in use(chat, model, "search_conversations", query)
 
 
 def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, model):
@@ -2440,6 +2431,8 @@ STREAMS = {
     "think tags in the content": (contents("<think>\nHm.", "</think>\n\nYes."), said("Yes.", thought=["\nHm."])),
     "think tag never closed": ('"<think>Hm, "\n"and </thi"\nlength', said(finish_reason="length", thought=["Hm, ", "and ", "</thi"])),
     "think tags, then a call as text": (contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"), ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."])),
+    "think tags cut anywhere": (contents(*"<think>\nHm, 1 < 2 </no></think>\n\n Yes <b>"), said(*"Yes <b>", thought=[*"\nHm, 1 ", "< ", *"2 ", "</no", ">"])),
+    "a call as text, cut anywhere": written(*f"```json\n[{CALL}]\n```"),
     "what only begins like a think tag": (contents("<th", "ree> is no tag"), said("<three> is no tag")),
     "a think tag later in the answer is text": told_as_it_is("See ", "<think>x</think>."),
     # Calls as text
@@ -2493,26 +2486,6 @@ def test_a_recorded_stream_gives_exactly_these_events(shared, stream, expected):
     assert turn(shared, [stream], [SO]) == expected
     pieces = [stream[n : n + 7] for n in range(0, len(stream), 7)]
     assert turn(shared, pieces, [SO]) == expected
-
-
-@pytest.mark.parametrize("text", [
-    "<think>\nHm, 1 < 2 </no> 😀</think>\n\n  你好 <b>{\"name\": 1}</b>\u2028!",
-    f"<think>x</think>\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL.replace('2', '7')}</tool_call>",
-    f"```json\n[{CALL}]\n```", ' {"name": "Ann", "arguments": ["<think>"]}',
-    '\n```python\nprint({"name": "calculate"})\n```',
-], ids=range(5))  # fmt: skip
-def test_any_cut_of_a_text_gives_the_same(shared, text):
-    def told(size):
-        pieces = [text[n : n + size] for n in range(0, len(text), size)]
-        texts, others = {"token": "", "thinking": ""}, []
-        for event in turn(shared, [sse(contents(*pieces))], [SO]):
-            if event["type"] in texts:
-                texts[event["type"]] += event["text"]
-            else:
-                others.append(event)
-        return texts, others
-
-    assert [told(size) for size in (1, 2, 3, 5, 8)] == [told(len(text))] * 5
 
 
 @pytest.mark.parametrize("text", [
@@ -3187,6 +3160,8 @@ async def test_a_lock_file_not_opened_anew_closes_no_other(tmp_path, monkeypatch
         with socket.socket() as other:  # by the number that was closed
             await say(service, "ann", A, "I like tea")
             assert os.fstat(other.fileno())
+        assert tmp_path / ".lock" in memory.Locks.opened
+    assert tmp_path / ".lock" not in memory.Locks.opened
     assert len(queries_in(tmp_path)) == 1
 
 
@@ -3931,28 +3906,22 @@ def test_an_odd_request_and_no_depth_of_nesting_is_a_server_error(shared, picky)
         assert reply.status_code in (404, 405) and reply.json()["error"]["message"]
 
 
-def test_usage_stands_in_a_stream_when_it_is_asked_for(chat, model):
-    counted = [*sum_of(1)[:-1], {"choices": [], "usage": USAGE}, END]
-    model.replies += [counted, says("2")] * 3
-    usage = {"include_usage": True}
-    asked_for = complete(chat, "1+1?", "stream", stream_options=usage)
-    silent, whole = complete(chat, "1+1?", "stream"), complete(chat, "1+1?")
-    twice = {name: 2 * count for name, count in USAGE.items()}
-    assert asked_for.usage.to_dict() == whole.usage.to_dict() == twice
-    assert asked_for.parts[-1].choices == [] and asked_for.text == "2"
-    assert all(part.usage is None and part.choices for part in silent.parts)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_completion_says_how_it_ended(start, model, way):
+def test_a_completion_says_how_it_ended_and_what_it_took_if_asked(start, model, way):
     cut = [*calls(("weather", '{"city": "Ro'))[:-2], chunk(finish_reason="length"), END]
+    counted = [*sum_of(1)[:-1], {"choices": [], "usage": USAGE}, END]
     model.replies += [says("And then", finish_reason="length"), cut]
-    model.replies += [sum_of(1), says()]  # rounds that never end
+    model.replies += [counted, says()] * 2  # rounds that never end
     with start(MAX_ROUNDS=2) as chat:
         got = [complete(chat, "Go on!", way, tools=[WEATHER] * n) for n in (0, 1, 0)]
+        asked_for = complete(chat, "Go!", way, stream_options={"include_usage": True})
     assert got[1].calls[0][2] == '{"city": "Ro'
     ends = [(one.text, one.finish_reason) for one in got]
     assert ends == [("And then", "length"), ("", "length"), ("2", "stop")]
+    assert asked_for.usage.to_dict() == {name: 2 * n for name, n in USAGE.items()}
+    if way == "stream":
+        assert asked_for.parts[-1].choices == [] and asked_for.text == "2"
+        assert all(part.usage is None and part.choices for part in got[2].parts)
 
 
 def test_lines_and_chunks_are_whole_and_no_proxy_keeps_them(chat, model):
