@@ -293,9 +293,8 @@ class OpenAIStream(EventStream):
         if type == "done":
             return self.encode_done(fields)
         if self.stream and type in ("token", "thought"):
-            return self.chunk(
-                {"content": "\n\n" if type == "thought" else fields["text"]}
-            )
+            text = fields["text"] if type == "token" else "\n\n"
+            return self.chunk({"content": text})
         return b": ping\n\n" if self.stream and type == "ping" else b""
 
     def chunk(self, delta: Json, finish_reason: str | None = None) -> bytes:
@@ -375,6 +374,7 @@ def plan(steps: list[str]) -> str:
 
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
+NOTHING_DONE = {"response": "", "rounds": 0, "usage": {}, "turn": 0}
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "I could not finish this within the rounds I have."
 # Silence, an empty list, an empty fence: what small models write after their tools, or
@@ -395,14 +395,7 @@ class AgentRun:
     tools: list[Json] = field(default_factory=list)  # calls and results
     seen: Counter[str] = field(default_factory=Counter)  # calls, as they are written
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
-    done: Json = field(
-        default_factory=lambda: {
-            "response": "",
-            "rounds": 0,
-            "usage": Counter(),
-            "turn": 0,
-        }
-    )
+    done: Json = field(default_factory=lambda: NOTHING_DONE | {"usage": Counter()})
 
     def emit(self, type: str, **fields: Any) -> None:
         self.events.emit(type, round=self.done["rounds"], **fields)
@@ -560,12 +553,12 @@ class AgentRun:
         call.text = json.dumps(arguments, sort_keys=True)
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        same, known = call.name + call.text, self.functions
+        functions, same = self.functions, call.name + call.text
         self.seen[same] += 1
         if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            ok, text = await tools.call_tool(known, call.name, given, TOOL_TIMEOUT)
+            ok, text = await tools.call_tool(functions, call.name, given, TOOL_TIMEOUT)
         result = {"name": call.name, "ok": ok, "content": text}
         if not planning:
             ms = round((time.monotonic() - began) * 1000)
@@ -849,17 +842,6 @@ class Endpoint:
                 self.looked = time.monotonic()
             self.model = self.model or next(iter(self.sizes), "")
 
-    async def introduce(self, setting: str) -> None:
-        """Put into the log of the start which model is used, or what to set."""
-        try:
-            await self.look()
-        except Failure as error:
-            told = setting, self.url, error.message, error.said
-            start_log.warning("%s at %s: %s %.300s", *told)
-        else:
-            known = setting, self.model, self.url, [*self.sizes][:9]
-            start_log.info("%s is %s; served at %s: %s", *known)
-
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.model:
@@ -924,19 +906,18 @@ async def raise_failure(answer: aiohttp.ClientResponse) -> None:
     if status < 300:
         return
     said = (await answer.text(errors="replace"))[:8000]
+    refused = f"The model's endpoint refused the request ({status})"
     if status in (400, 413, 422):
         if TOO_LONG_SAID.search(said):
             told = "The conversation does not fit the context."
             raise RefusedRequest(TOO_LONG, told, said)
-        told = f"The model's endpoint refused the request ({status})."
-        raise RefusedRequest(REJECTED, told, said)
+        raise RefusedRequest(REJECTED, f"{refused}.", said)
     if status == 408:
         raise Failure(TIMEOUT, TOO_SLOW, said)
     if status == 429 or not 400 <= status < 500:
         raise Failure(UNAVAILABLE, NOT_AVAILABLE, said)
-    check = {401: "its key", 404: "its URL and the model's name"}.get(status, "the log")
-    told = f"The model's endpoint refused the request ({status}): check {check}."
-    raise Failure(REJECTED, told, said)
+    check = "check its URL, its key and the model's name"
+    raise Failure(REJECTED, f"{refused}: {check}.", said)
 
 
 TOO_LONG_SAID = re.compile(
@@ -975,8 +956,15 @@ class Service:
         start_log.info("The data is in %s (DATA_DIR).", DATA_DIR)
         if not API_KEY:
             start_log.warning(NO_API_KEY)
-        looks = (endpoint.introduce(name) for name, endpoint in self.endpoints.items())
-        await asyncio.gather(*looks)
+        for setting, endpoint in self.endpoints.items():
+            try:
+                await endpoint.look()
+            except Failure as error:
+                told = setting, endpoint.url, error.message, error.said
+                start_log.warning("%s at %s: %s %.300s", *told)
+                continue
+            found = setting, endpoint.model, endpoint.url, [*endpoint.sizes][:9]
+            start_log.info("%s is %s; served at %s: %s", *found)
         if "EMBEDDING_MODEL" in self.endpoints:
             self.memory.model = self.endpoints["EMBEDDING_MODEL"].model
         else:
