@@ -642,9 +642,7 @@ def test_what_the_contract_allows_is_answered(start, model):
 
 
 @pytest.mark.parametrize("path, status", [("/chat", 422), (V1, 400)])
-def test_what_a_web_page_can_post_and_a_mebibyte_are_refused(
-    shared, picky, path, status
-):
+def test_a_web_pages_post_and_a_mebibyte_are_refused(shared, picky, path, status):
     body = json.dumps(GOOD if path == "/chat" else v1()).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", None):
         headers = {"content-type": kind} if kind else {}
@@ -1546,9 +1544,7 @@ def test_any_message_is_kept_and_stands_in_hints_as_one_line(chat, model):
     assert sum(line.startswith("- ") for line in block.split("\n")) == 6
 
 
-def test_turns_are_learned_in_order_and_together_or_after_bad_answers_alone(
-    chat, model
-):
+def test_turns_are_learned_in_order_together_or_after_bad_answers_alone(chat, model):
     model.hold_learning.clear()
     chat.ask("I like tea", session=A)
     wait_for(lambda: model.learnings)
@@ -1762,11 +1758,9 @@ User's name is Marie. | Dentist on Friday! | update | User sees a dentist on Fri
 User lives in Paris. | No, I moved to Lyon, not Paris | update | User lives in Lyon. | update
 User works as a baker. | No, I moved to Lyon, not Paris | delete | - | nothing
 User sees a dentist on Friday. | I do not see that dentist | delete | - | delete
-User lives in Lyon. | Paris is great | delete | - | nothing
 User's team is Ajax. | My brother's is Feyenoord | update | User's brother's team is Feyenoord. | add
 User has a dog named Rex. | And a cat, Luna | update | User has a cat named Luna. | add
 User lives in Rome. | Ana lives in Porto | update | User's sister Ana lives in Porto. | add
-User's sister Ana lives in Porto. | I live in Bonn | update | User lives in Bonn. | add
 User is named Kim. | Call me Kai | update | User is named Kai. | update
 User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
@@ -2035,9 +2029,8 @@ def test_what_is_deleted_while_it_is_learned_does_not_come_back(chat, model, pat
     settled(chat)
     assert chat.facts() == ([] if wiped else ["User likes rain.", "User likes tea."])
     assert chat.ask("Hi!", C)[0]["pending"] == 0
-    assert [t["query"] for t in chat.turns()] == [
-        "I like jazz" if wiped else "I like tea"
-    ]
+    left = "I like jazz" if wiped else "I like tea"
+    assert [turn["query"] for turn in chat.turns()] == [left]
 
 
 def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
@@ -2128,7 +2121,7 @@ def test_a_module_copied_alone_does_as_the_readme_prints(tmp_path):
         folder.mkdir()
         shutil.copy(module.__file__, folder)
     lines = re.search(r"^    import asyncio\n(?s:.*)", memory.__doc__, re.MULTILINE)
-    run_alone("import memory", alone[0])
+    run_alone("import memory", alone[0], HOME=str(alone[0]))
     assert os.listdir(alone[0]) == ["memory.py"]  # to import it makes nothing
     run_alone(textwrap.dedent(lines[0]), alone[0])
     ann, session = memory.folder_name("Ann"), "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b"
@@ -2158,7 +2151,12 @@ def measure(title: float, unit: str = "m") -> dict:
     return {"title": title, "unit": unit}
 
 
-def test_a_schema_is_made_of_the_signature_and_the_docstring():
+def test_a_schema_is_made_of_the_signature_and_the_docstring_and_keeps_no_object():
+    class Recall:
+        async def recall(self, query: str) -> str:
+            """Return what is known."""
+            return f"{query}!"
+
     made = tools.schema(measure)["function"]
     assert (made["name"], made["description"]) == ("measure", "Return a height.")
     known = {"title": {"type": "number"}, "unit": {"type": "string", "default": "m"}}
@@ -2169,19 +2167,9 @@ def test_a_schema_is_made_of_the_signature_and_the_docstring():
         wrong.__doc__ = None if wrong is call_piece else "Return it."
         with pytest.raises(ValueError):  # the model could not call it
             tools.tool(wrong)
-
-
-def test_a_method_is_a_tool_that_keeps_no_object_alive():
-    class Recall:
-        async def recall(self, query: str) -> str:
-            """Return what is known."""
-            return f"{query}!"
-
     memory = Recall()
-    gone = weakref.ref(memory)
-    assert tools.schema(memory.recall)["function"]["parameters"]["required"] == [
-        "query"
-    ]
+    gone, made = weakref.ref(memory), tools.schema(memory.recall)["function"]
+    assert list(made["parameters"]["properties"]) == ["query"]
     assert call(memory.recall, {"query": "q"}) == (True, "q!")
     del memory
     gc.collect()
@@ -3803,9 +3791,7 @@ BAD_REQUESTS += [(V1, v1(stream=True, **body), headers) for body, headers in ODD
 
 
 @pytest.mark.parametrize("number", range(len(BAD_REQUESTS)))
-def test_a_bad_request_is_refused_and_nothing_is_asked_or_written(
-    shared, picky, number
-):
+def test_a_bad_request_is_refused_and_nothing_is_asked_or_kept(shared, picky, number):
     path, body, headers = BAD_REQUESTS[number]
     # ASCII escapes: what is no UTF-8 can still be said in JSON.
     content = body if isinstance(body, bytes) else json.dumps(body)
@@ -3890,8 +3876,7 @@ TOWNS = "Lisbon, Cairo, Oslo or Lima?"  # visited in 2001, 2002, 2003, 2008
 @pytest.fixture
 def ranked(start, model):
     """A user with facts beyond the budget, who are reranked."""
-    settings = {"HINT_TOKENS": 100, "LOOK_AFTER": 0.0}
-    with start(RERANK_BASE_URL=model.url, **settings) as chat:
+    with start(RERANK_BASE_URL=model.url, HINT_TOKENS=100, LOOK_AFTER=0.0) as chat:
         chat.service.memory.rerank, rerank = None, chat.service.memory.rerank
         teach(chat, model, PLACES)
         chat.before = towns(chat)
