@@ -774,7 +774,8 @@ class Endpoint:
         if not self.key:
             raise Failure(UNAVAILABLE, NOT_CONFIGURED)
         method, data = ("POST", to_json(body)) if body else ("GET", None)
-        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=timeout)
+        silence = timeout or UPSTREAM_TIMEOUT
+        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
         # A redirect would carry prompts elsewhere.
         known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
         try:
@@ -803,19 +804,18 @@ class Endpoint:
             if now < self.unsupported.get(part, 0):
                 request = without(request, part)
         try:
-            return await self.request(
-                path, request | given, timeout or UPSTREAM_TIMEOUT
-            )
+            return await self.request(path, request | given, timeout)
         except Failure as failure:
             said = failure.said.lower()
-            named = [part for part, names in PARTS.items() if re.search(names, said)]
-            parts = [part for part in named if without(request, part) != request]
-            if not parts or failure.code != REJECTED:
+            named = (part for part, names in PARTS.items() if re.search(names, said))
+            sent = (part for part in named if without(request, part) != request)
+            part = next(sent, "")
+            if not part or failure.code != REJECTED:
                 raise
-        response = await self.send(path, without(request, parts[0]), given, timeout)
+        response = await self.send(path, without(request, part), given, timeout)
         if not given:
-            log.warning("the endpoint refuses %s: left out for ten minutes", parts[0])
-            self.unsupported[parts[0]] = now + 600
+            log.warning("the endpoint refuses %s: left out for ten minutes", part)
+            self.unsupported[part] = now + 600
         return response
 
     async def ask(self, path: str, body: Json, timeout: float = 0) -> Any:
@@ -1264,8 +1264,8 @@ async def openapi() -> Json:
 
 @app.post("/chat")
 async def chat(body: ChatBody) -> Response:
-    user, session, reasoning = body.user_id, str(body.session_id), body.reasoning_mode
-    request = TurnRequest(body.message, user, session, bool(reasoning))
+    request = TurnRequest(body.message, body.user_id, str(body.session_id))
+    request.reasoning = bool(body.reasoning_mode)
     return service().begin(request, EventStream())
 
 
