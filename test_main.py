@@ -469,12 +469,6 @@ def start(server, model, tmp_path):
 
 
 @pytest.fixture
-def server_log(caplog):
-    caplog.set_level("INFO", "uvicorn.error")
-    return caplog
-
-
-@pytest.fixture
 def chat(start):
     with start() as chat:
         yield chat
@@ -532,11 +526,6 @@ def failing(number):
 def closed_port():
     taken = Server(None)  # bound but not listening: nobody else gets it
     yield f"{taken.url}/v1"
-
-
-def offer(monkeypatch, *functions):
-    for function in functions:
-        monkeypatch.setitem(tools.TOOLS, function.__name__, function)
 
 
 def compute(expression):
@@ -709,7 +698,7 @@ def test_tools_run_at_once_and_results_keep_call_order(chat, model, monkeypatch)
         asyncio.get_running_loop().call_later(0.05, ended.set)
         return "two"
 
-    offer(monkeypatch, first, second)
+    monkeypatch.setattr(tools, "TOOLS", {"first": first, "second": second})
     model.replies += [calls(("first", {}), ("second", {})), says("Done.")]
     results = of(chat.ask("Go!"), "tool_result")
     assert [result["content"] for result in results] == ["two", "one"]
@@ -725,7 +714,7 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
         release.wait(20)
 
     release = threading.Event()
-    offer(monkeypatch, block)
+    monkeypatch.setitem(tools.TOOLS, "block", block)
     wrong = {
         ("block", "{}"): "block took longer than 1 s",
         ("fly", "{}"): "there is no tool 'fly'; the tools are calculate",
@@ -911,7 +900,7 @@ def test_a_client_that_does_not_read_costs_bounded_memory_and_is_cut(start, mode
 
 
 @pytest.mark.parametrize("patience", [0.3, 60.0], ids=["is cut", "counts as a turn"])
-def test_an_answer_that_nobody_reads(start, model, server_log, patience):
+def test_an_answer_that_nobody_reads(start, model, caplog, patience):
     def free():
         return chat.post("Me too.", B).status_code == 200
 
@@ -927,8 +916,8 @@ def test_an_answer_that_nobody_reads(start, model, server_log, patience):
             else:
                 wait_for(free)
         wait_for(free)
-    assert ("an answer was cut" in server_log.text) == (patience == 0.3)
-    assert "ERROR" not in server_log.text
+    assert ("an answer was cut" in caplog.text) == (patience == 0.3)
+    assert "ERROR" not in caplog.text
 
 
 # --- Endpoints and settings ---
@@ -1122,13 +1111,14 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
     assert learning["max_tokens"] == 1500
 
 
-def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, server_log):
+def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
     def log_of(**settings):
-        server_log.clear()
+        caplog.clear()
         with start(**settings) as chat:
-            assert str(chat.folder) in server_log.text
-        return server_log.text
+            assert str(chat.folder) in caplog.text
+        return caplog.text
 
+    caplog.set_level("INFO", "uvicorn.error")
     told = log_of(API_KEY="x")
     assert re.search("CHAT_MODEL.*stand-in(.|\n)*EMBEDDING_MODEL.*bag", told)
     assert "API_KEY" not in told
@@ -2496,11 +2486,6 @@ REFUSALS = {  # what is refused, and how it is said
 FORCED = {"type": "function", "function": {"name": "plan"}}
 
 
-def refusing(part, text):
-    """Return what refuses a part of a request, not while learning."""
-    return lambda request: request.get("stream") and part in request and text
-
-
 def warnings(caplog):
     return [m for m in caplog.messages if "left out for ten minutes" in m]
 
@@ -2512,7 +2497,7 @@ def test_what_is_refused_is_left_out(shared, picky, caplog, part, text):
         assert answer(turn(shared, says("Hi."))) == "Hi."
         return [part in request for request in picky.requests]
 
-    picky.refuse = refusing(part, text)
+    picky.refuse = lambda request: part in request and text
     assert ask() == [True, False]
     assert ask() == [False] and ask() == [False]
     assert len(warnings(caplog)) == 1
@@ -2618,7 +2603,8 @@ def test_where_a_call_cannot_be_forced_it_is_not(shared, picky, caplog):
     assert len(picky.requests) == 5 and "tool_choice" not in picky.requests[4]
     assert len(warnings(caplog)) == 1
     shared.service.chat.unsupported.clear()
-    picky.refuse = refusing(*REFUSALS["ollama"])  # no tools at all
+    part, said_no = REFUSALS["ollama"]  # no tools at all
+    picky.refuse = lambda request: part in request and said_no
     assert turn(shared, [SO], reasoning_mode=True) == said("So.")
     assert not {"tools", "tool_choice"} & picky.requests[-1].keys()
 
@@ -3166,9 +3152,8 @@ def leave_strays(folder):
             shutil.copy(path, path.with_name(f"{path.name}.corrupt-17"))
 
 
-@pytest.fixture
-def talkative(start, monkeypatch):
-    """A service that knows two users, with indexes, a summary and older files."""
+@pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
+def test_what_is_deleted_leaves_no_trace(start, monkeypatch, what):
     monkeypatch.setattr(memory, "FILE_TURNS", 4)
     monkeypatch.setattr(memory, "LEARN_DELAY", 0.01)
     with start(HISTORY_TURNS=1) as chat:
@@ -3182,36 +3167,31 @@ def talkative(start, monkeypatch):
             > 4
         )
         assert "saffron" in chat.session().json()["summary"]
-        yield chat
-
-
-@pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
-def test_what_is_deleted_leaves_no_trace(talkative, what):
-    chat, folder = talkative, talkative.folder / memory.folder_name("Žofie")
-    others = {p: p.read_bytes() for p in chat.folder.glob("ann/[!.]*.json")}
-    ids = {fact["text"]: fact["id"] for fact in chat.memories("Žofie")}
-    id, words = ids["User likes saffron."], ("saffron", "basil", "cumin", "rue")
-    said = [f"I like {word}" for word in words]
-    said += [f"Noted: {text} " for text in said]
-    path, gone, left = {
-        "fact": (f"/memories/{id}", ["User likes saffron.", id], 5),
-        "facts": ("/memories", [*ids, id], 0),
-        "session": (f"/sessions/{A}", [*said, A], 6),
-        "user": ("", [*ids, *said, id, "fie", "Z\u030cofie", folder.name], 0),
-    }[what]
-    chat.delete(f"/users/Žofie{path}")
-    for _ in range(2):
-        found = traces(chat.folder if what == "user" else folder, *gone)
-        assert [line for line in found if A not in line and "ann/" not in line] == []
-        write_indexes(chat)
-    if what in ("session", "user"):  # it is begun again
-        assert not list(chat.folder.glob(f"{folder.name}/*{A}*"))
-        assert chat.http.delete(f"/users/Žofie{path}").status_code == 404
-        assert chat.tell("Hello.", A, "Žofie")[-1]["turn"] == 1
-        write_indexes(chat)
-        assert traces(folder, *said) == []
-    assert (len(chat.facts("ann")), len(chat.facts("Žofie"))) == (6, left)
-    assert others == {path: path.read_bytes() for path in others}
+        folder = chat.folder / memory.folder_name("Žofie")
+        others = {p: p.read_bytes() for p in chat.folder.glob("ann/[!.]*.json")}
+        ids = {fact["text"]: fact["id"] for fact in chat.memories("Žofie")}
+        id, words = ids["User likes saffron."], ("saffron", "basil", "cumin", "rue")
+        said = [f"I like {word}" for word in words]
+        said += [f"Noted: {text} " for text in said]
+        path, gone, left = {
+            "fact": (f"/memories/{id}", ["User likes saffron.", id], 5),
+            "facts": ("/memories", [*ids, id], 0),
+            "session": (f"/sessions/{A}", said, 6),
+            "user": ("", [*ids, *said, id, "fie", "Z\u030cofie", folder.name], 0),
+        }[what]
+        chat.delete(f"/users/Žofie{path}")
+        for _ in range(2):
+            found = traces(chat.folder if what == "user" else folder, *gone)
+            assert [line for line in found if not line.startswith("ann/")] == []
+            write_indexes(chat)
+        if what in ("session", "user"):  # it is begun again
+            assert not list(chat.folder.glob(f"{folder.name}/*{A}*"))
+            assert chat.http.delete(f"/users/Žofie{path}").status_code == 404
+            assert chat.tell("Hello.", A, "Žofie")[-1]["turn"] == 1
+            write_indexes(chat)
+            assert traces(folder, *said) == []
+        assert (len(chat.facts("ann")), len(chat.facts("Žofie"))) == (6, left)
+        assert others == {path: path.read_bytes() for path in others}
 
 
 def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_path):
