@@ -182,23 +182,27 @@ class TurnRequest:
     options: Json = field(default_factory=dict)  # the client's, for the endpoint
 
 
-@dataclass(eq=False)
-class Failure(Exception):
-    """A turn that cannot go on: its `error` event's code, and a sentence for the client."""
+FAILURES = {  # code: the status where no stream has begun, what a client is told
+    "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
+    "upstream_unavailable": (503, "The model's endpoint is not available: check its URL and that it runs."),
+    "upstream_timeout": (504, "The model's endpoint took too long."),
+    "context_too_long": (400, "The conversation does not fit the model's context."),
+    "storage_failed": (500, "The turn could not be written, or was deleted while it ran."),
+    "internal": (500, "Something went wrong on our side."),
+}  # fmt: skip
 
-    code: str
-    message: str
-    said: str = ""  # what the log tells of it
+
+class Failure(Exception):
+    """A turn that cannot go on; `said` is for the log."""
+
+    def __init__(self, code: str, said: str = "", message: str = ""):
+        super().__init__(code, said[:500])
+        self.code, self.said = code, said
+        self.message = message or FAILURES[code][1]
 
 
 class RefusedRequest(Failure, memory.RequestRefused):
     """The endpoint works, and finds fault with the request itself."""
-
-
-REJECTED, UNAVAILABLE = "upstream_rejected", "upstream_unavailable"
-TIMEOUT, TOO_LONG, STORAGE = "upstream_timeout", "context_too_long", "storage_failed"
-# What a failure is where no stream has begun; all others are 500.
-STATUS = {REJECTED: 400, TOO_LONG: 400, UNAVAILABLE: 503, TIMEOUT: 504}
 
 
 JSON_TYPE = "application/json"
@@ -321,7 +325,7 @@ class OpenAIStream(EventStream):
         return self.chunk(extra, reason) + usage + b"data: [DONE]\n\n"
 
     def encode_error(self, code: str, message: str) -> bytes:
-        status = STATUS.get(code, 500)
+        status, _ = FAILURES[code]
         error = to_json(openai_error(status, message, code))
         if self.stream and (self.started or self.unsent):
             return b"data: %b\n\n" % error
@@ -342,24 +346,21 @@ def openai_error(status: int, message: str, code: str | None = None) -> Json:
 async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) -> None:
     """Run one turn to its `done` or `error`; what was said is written once it has begun."""
     begin = service.memory.turn
-    failure = Failure(UNAVAILABLE, "The turn was stopped.")
+    failure = Failure("upstream_unavailable", message="The turn was stopped.")
     try:
         own = begin(asked.user, asked.session) if asked.session else nullcontext()
         async with own as turn:
             done = await AgentRun(service, turn, asked, events).run()
         events.emit("done", **done)
     except Failure as error:
-        log.warning("turn failed: %s: %.500s", error.code, error.said)
+        log.warning("turn failed: %r", error)
         failure = error
-    except NotFound:
-        said = "The user or session was deleted during the turn; nothing was kept."
-        failure = Failure(STORAGE, said)
-    except OSError:
-        log.exception("the user's files cannot be read or written")
-        failure = Failure(STORAGE, "The turn could not be written.")
+    except (NotFound, OSError) as error:
+        log.warning("turn not written: %r", error)
+        failure = Failure("storage_failed")
     except Exception:
         log.exception("a turn failed by our fault")
-        failure = Failure("internal", "Something went wrong on our side.")
+        failure = Failure("internal")
     finally:  # does nothing behind `done`
         events.emit("error", code=failure.code, message=failure.message)
 
@@ -448,7 +449,7 @@ class AgentRun:
                 known = SYSTEM, turn.summary, turn.turns, hints, text, room
                 messages, hints = memory.fit_context(*known, MEMORY.history_turns)
             except ValueError:
-                raise Failure(TOO_LONG, "The message is too long.") from None
+                raise Failure("context_too_long") from None
         else:
             messages = around_history(history or [], hints.block() if turn else "")
         self.prompt["messages"] = messages
@@ -634,7 +635,7 @@ class ReplyParser:
             if not self.finish_reason:  # else nothing is missing
                 raise
         if not self.finish_reason:
-            raise Failure(UNAVAILABLE, "The model's answer broke off.")
+            raise Failure("upstream_unavailable", "the answer broke off")
         self.say(self.held, "thinking" if self.thinking else "token")
 
     def feed(self, chunk: Json) -> None:
@@ -760,8 +761,8 @@ class Endpoint:
         except Exception as error:  # of aiohttp, or an answer that is none
             self.answers = False
             slow = isinstance(error, aiohttp.SocketTimeoutError)
-            told = (TIMEOUT, TOO_SLOW) if slow else (UNAVAILABLE, NOT_AVAILABLE)
-            raise Failure(*told, repr(error)) from error
+            code = "upstream_timeout" if slow else "upstream_unavailable"
+            raise Failure(code, repr(error)) from error
 
     async def request(
         self, path: str, body: Json, timeout: float, tries: int = 2
@@ -772,7 +773,7 @@ class Endpoint:
         httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
         """
         if not self.key:
-            raise Failure(UNAVAILABLE, NOT_CONFIGURED)
+            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
         method, data = ("POST", to_json(body)) if body else ("GET", None)
         silence = timeout or UPSTREAM_TIMEOUT
         limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
@@ -782,7 +783,7 @@ class Endpoint:
             with self.noted():
                 return await self.http.request(method, f"{self.url}/{path}", **known)
         except Failure as failure:
-            if failure.code != UNAVAILABLE or tries == 1:
+            if failure.code != "upstream_unavailable" or tries == 1:
                 raise
         await asyncio.sleep(0.5)
         return await self.request(path, body, timeout, tries - 1)
@@ -793,11 +794,8 @@ class Endpoint:
         """Send a request; where the endpoint's error names a part of it, without that.
 
         What works without a part is asked without it for ten minutes, of everybody; but
-        not where what a client has given may be the reason. Raises Failure.
-
-        Args:
-            given: More of the request, a client's own; sent as it is.
-            timeout: Seconds of silence; 0: UPSTREAM_TIMEOUT.
+        not where `given`, a client's own part of the request, may be the reason. It may
+        be silent for `timeout` seconds, by default UPSTREAM_TIMEOUT. Raises Failure.
         """
         now = time.monotonic()
         for part in PARTS:
@@ -810,7 +808,7 @@ class Endpoint:
             named = (part for part, names in PARTS.items() if re.search(names, said))
             sent = (part for part in named if without(request, part) != request)
             part = next(sent, "")
-            if not part or failure.code != REJECTED:
+            if not part or failure.code != "upstream_rejected":
                 raise
         response = await self.send(path, without(request, part), given, timeout)
         if not given:
@@ -847,7 +845,7 @@ class Endpoint:
         if not self.model:
             await self.look()
         if not self.model:
-            raise Failure(UNAVAILABLE, NOT_AVAILABLE)
+            raise Failure("upstream_unavailable", "there is no model")
         return self.model
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
@@ -867,7 +865,7 @@ def chunk_of(line: bytes) -> Json:
         return {}
     chunk = DONE if data == b"[DONE]" else pydantic_core.from_json(data)
     if chunk.get("error"):
-        raise Failure(UNAVAILABLE, "The model's endpoint failed.", str(chunk))
+        raise Failure("upstream_unavailable", str(chunk))
     return chunk
 
 
@@ -896,28 +894,21 @@ def without(request: Json, part: str) -> Json:
     return less
 
 
-TOO_SLOW = "The model's endpoint took too long."
-NOT_AVAILABLE = "The model's endpoint is not available: check its URL and that it runs."
-
-
 async def raise_failure(answer: aiohttp.ClientResponse) -> None:
     """Raise a Failure for an endpoint's answer that is an error, told as a client may see it."""
     status = answer.status
     if status < 300:
         return
     said = (await answer.text(errors="replace"))[:8000]
-    refused = f"The model's endpoint refused the request ({status})"
     if status in (400, 413, 422):
-        if TOO_LONG_SAID.search(said):
-            told = "The conversation does not fit the context."
-            raise RefusedRequest(TOO_LONG, told, said)
-        raise RefusedRequest(REJECTED, f"{refused}.", said)
+        too_long = TOO_LONG_SAID.search(said)
+        code = "context_too_long" if too_long else "upstream_rejected"
+        raise RefusedRequest(code, said)
     if status == 408:
-        raise Failure(TIMEOUT, TOO_SLOW, said)
-    if status == 429 or not 400 <= status < 500:
-        raise Failure(UNAVAILABLE, NOT_AVAILABLE, said)
-    check = "check its URL, its key and the model's name"
-    raise Failure(REJECTED, f"{refused}: {check}.", said)
+        raise Failure("upstream_timeout", said)
+    if 400 <= status < 500 and status != 429:
+        raise Failure("upstream_rejected", said)
+    raise Failure("upstream_unavailable", said)
 
 
 TOO_LONG_SAID = re.compile(
@@ -986,7 +977,7 @@ class Service:
     def begin(self, asked: TurnRequest, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
-            raise Failure(UNAVAILABLE, NOT_CONFIGURED)
+            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
         own = [e.asked.session for e in self.running if e.asked.user == asked.user]
