@@ -39,7 +39,7 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from copy import copy
@@ -141,7 +141,8 @@ class HistoryRow(TypedDict):
 
 
 Tables = dict[str, dict[Any, Any]]  # of TinyDB, each of rows under "1", "2", …
-Content = TypeVar("Content", "State", "Transcript")  # what a file holds
+Content = TypeVar("Content")  # what a file holds
+Rows = TypeVar("Rows", "State", "Transcript")  # the same, in tables of TinyDB
 Stamp = tuple[int, int, int]
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -256,18 +257,17 @@ def set_aside(path: Path) -> None:
     log.error("%s is damaged and was set aside as %s", path, aside.name)
 
 
-class AtomicStorage(Storage, Generic[Content]):
-    """TinyDB's storage for every file here: replaced whole, read again only when changed.
-
-    TinyDB's JSONStorage rewrites in place: 17 of 50 kills left it unreadable, and a
-    full disk destroyed the old content.
-    """
+class AtomicFile(Generic[Content]):
+    """A file that is replaced whole, and read again only when it was changed."""
 
     def __init__(self, path: Path, empty: Content):
         self.path = path
         self.empty: Content = empty
         self.value: Content = empty
         self.stamp: Stamp | None = None
+
+    def parse(self, content: bytes) -> Content:
+        raise NotImplementedError
 
     def load(self) -> Content:
         """Return what the file holds; `empty`: there is none, or it was damaged and is set aside."""
@@ -280,21 +280,35 @@ class AtomicStorage(Storage, Generic[Content]):
         for _ in range(2):  # what another machine writes may not be here whole at first
             content = self.path.read_bytes()
             with suppress(ValueError, LookupError, TypeError, AttributeError):
-                self.value = self.empty.parse(pydantic_core.from_json(content))
+                self.value = self.parse(content)
                 self.stamp = found
                 return self.value
         set_aside(self.path)
         return self.value
 
+    def replace(self, content: bytes, value: Content) -> None:
+        self.stamp, self.value = None, self.empty  # writing may fail
+        replace_file(self.path, content)
+        self.stamp, self.value = stamp(self.path), value
+
+
+class AtomicStorage(AtomicFile[Rows], Storage):
+    """TinyDB's storage for every file of its kind here.
+
+    TinyDB's JSONStorage rewrites in place: 17 of 50 kills left it unreadable, and a
+    full disk destroyed the old content.
+    """
+
+    def parse(self, content: bytes) -> Rows:
+        return self.empty.parse(pydantic_core.from_json(content))
+
     def read(self) -> Tables:
         return self.load().tables()
 
     def write(self, data: Tables) -> None:
-        self.stamp, self.value = None, self.empty  # writing may fail
         value = self.empty.parse(data)  # what could not be read again is not written
         # A third of the time that json takes, which counts at 200 turns
-        replace_file(self.path, pydantic_core.to_json(data))
-        self.stamp, self.value = stamp(self.path), value
+        self.replace(pydantic_core.to_json(data), value)
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -547,65 +561,25 @@ def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
-class Vectors:
-    """Normalised vectors by id, of facts and of past turns, each in a file as FAISS writes it."""
+class VectorFile(AtomicFile[dict[int, np.ndarray]]):
+    """Vectors by id, as FAISS writes them, with the SHA-256 of that behind."""
 
-    def __init__(self, folder: Path, memory: "Memory"):
-        self.folder, self.memory = folder, memory
-        self.stamps: dict[str, Stamp | None] = {}  # of files as they were read
-        self.by_id: dict[int, np.ndarray] = {}
-
-    def id(self, entry: Entry) -> int:
-        """Return 63 bits: a vector never stands for others, and goes with its session."""
-        content = f"{self.memory.model}\0{entry.session_id}\0{entry.text}".encode()
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
-
-    def get(self, entry: Entry) -> np.ndarray | None:
-        return self.by_id.get(self.id(entry))
-
-    def size(self) -> int:
-        return len(next(iter(self.by_id.values()), ()))
-
-    def add(self, vectors: dict[Entry, np.ndarray]) -> None:
-        for entry, vector in vectors.items():
-            if len(vector) != self.size():  # another model serves under the name
-                self.by_id = {}
-            self.by_id[self.id(entry)] = vector
-
-    def load(self, file: str) -> bool:
-        """Take what another process or an earlier run has written; tell whether there was any."""
-        path = self.folder / file
-        found = stamp(path)
-        if found in (None, self.stamps.get(file)):
-            return False
-        content = path.read_bytes()
+    def parse(self, content: bytes) -> dict[int, np.ndarray]:
         # Of a damaged file FAISS may believe a size, and kill the process.
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            set_aside(path)
-            return False
+            raise ValueError("not as it was written")
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
-        rows = dense.index.reconstruct_n(0, dense.ntotal)
-        if self.size() in (0, dense.d):
-            self.by_id = dict(zip(ids, rows, strict=True)) | self.by_id
-        self.stamps[file] = found
-        return True
+        return dict(zip(ids, dense.index.reconstruct_n(0, dense.ntotal), strict=True))
 
-    def save(self, file: str, entries: Iterable[Entry]) -> dict[int, np.ndarray]:
-        """Write and return the vectors of these entries alone, also those that others have made."""
-        self.load(file)
-        path, known = self.folder / file, self.by_id
-        own = {id: known[id] for id in map(self.id, entries) if id in known}
-        if own:
-            dense = faiss.IndexIDMap2(faiss.IndexFlatIP(self.size()))
-            dense.add_with_ids(np.stack([*own.values()]), np.array([*own], "int64"))
-            content = faiss.serialize_index(dense).tobytes()
-            replace_file(path, content + hashlib.sha256(content).digest())
-        else:
-            path.unlink(missing_ok=True)
-        self.stamps[file] = stamp(path)
-        return own
+    def write(self, vectors: dict[int, np.ndarray]) -> None:
+        if not vectors:
+            return self.path.unlink(missing_ok=True)
+        matrix = np.stack([*vectors.values()])
+        dense = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
+        dense.add_with_ids(matrix, np.array([*vectors], "int64"))
+        content = faiss.serialize_index(dense).tobytes()
+        self.replace(content + hashlib.sha256(content).digest(), vectors)
 
 
 # --- One user's files ---
@@ -626,9 +600,8 @@ class Transcript:
 
     @classmethod
     def parse(cls, tables: Tables) -> "Transcript":
-        rows = tables.get("turns", {})
-        [summary] = tables.get("summary", {"1": {}}).values()
-        parsed = TRANSCRIPT.validate_python({**summary, "turns": [*rows.values()]})
+        rows, [summary] = tables["turns"], tables["summary"].values()
+        parsed = TRANSCRIPT.validate_python(summary | {"turns": [*rows.values()]})
         if [str(turn["turn"]) for turn in parsed.turns] != [*rows]:
             raise ValueError("turns do not stand under their numbers")  # TinyDB's ids
         return parsed
@@ -817,23 +790,16 @@ class UserFiles:
             newest.write(replace(content, summary=summary, turn=last).tables())
 
 
-def erase(folder: Path, *patterns: str) -> None:
-    """Unlink the files that match, for each pattern in turn."""
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            path.unlink()
-    fsync_folder(folder)
-
-
 class User(UserFiles):
     """A user's files, and what is kept of them in memory: vectors and an index."""
 
     def __init__(self, memory: "Memory", key: str):
         super().__init__(memory.folder / key)
         self.memory, self.key = memory, key
-        self.vectors = Vectors(self.folder, memory)
-        self.dirty = False  # some of them are not on disk
-        self.fact_index: tuple[dict[str, Fact], Index] | None = None  # and of what
+        self.fact_vectors = VectorFile(self.folder / "memory.faiss", {})
+        self.turn_vectors = VectorFile(self.folder / "turns.faiss", {})
+        self.unsaved: dict[int, np.ndarray] = {}  # vectors that are not on disk
+        self.fact_index: tuple[Any, Index] | None = None  # and of what
         self.busy = 0  # turns that run, and workers that look
         self.used = 0.0  # seconds of the event loop's clock
         self.size = 2000  # bytes held in memory, as measured last
@@ -850,9 +816,8 @@ class User(UserFiles):
         locks = self.memory.locks
         try:
             async with locks.held(self.key):
-                files: list[Any] = [self.memory_file, *self.transcripts.values()]
                 fresh = warm in self.transcripts
-                if fresh and all(file.stamp == stamp(file.path) for file in files):
+                if fresh and all(f.stamp == stamp(f.path) for f in self.files()):
                     return function(*arguments)
                 return await locks.in_thread(function, *arguments)
         except OSError:
@@ -882,67 +847,93 @@ class User(UserFiles):
         self.memory.degraded.note("storage", failed=False)
         return result
 
+    def files(self) -> list[AtomicFile[Any]]:
+        return [self.memory_file, *self.transcripts.values()]
+
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
-        files: list[Any] = [self.memory_file, *self.transcripts.values()]
-        stamps = [*self.vectors.stamps.values(), *(file.stamp for file in files)]
+        stamps = [file.stamp for file in self.files()]
+        stamps += self.fact_vectors.stamp, self.turn_vectors.stamp
         # A file that is not there has an object too.
         return sum(2000 + (found[1] if found else 0) for found in stamps)
 
+    def vector_id(self, entry: Entry) -> int:
+        """Return 63 bits: a vector never stands for others, and goes with its session."""
+        content = f"{self.memory.model}\0{entry.session_id}\0{entry.text}".encode()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def vectors(self) -> dict[int, np.ndarray]:
+        """Return all vectors by id, normalised: those on disk, from whomever, and our new ones."""
+        known = self.turn_vectors.load() | self.fact_vectors.load() | self.unsaved
+        size = len(next(reversed(known.values()), ()))
+        # Those of another size are another model's that had the same name.
+        return {id: vector for id, vector in known.items() if len(vector) == size}
+
     def index(self, entries: list[Entry]) -> Index:
-        return Index(entries, [*map(self.vectors.get, entries)])
+        vectors = self.vectors()
+        return Index(entries, [vectors.get(self.vector_id(e)) for e in entries])
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> Ranked:
         facts = self.load().facts
-        of, index = self.fact_index or ({}, None)
-        if self.vectors.load("memory.faiss") or not index or of is not facts:
-            index = self.index(fact_entries(facts))
-            self.fact_index = facts, index
-        found = index.search(query, vector, k, cut)
+        self.fact_vectors.load()
+        of = self.memory_file.stamp, self.fact_vectors.stamp, len(self.unsaved)
+        if self.fact_index is None or self.fact_index[0] != of:
+            self.fact_index = of, self.index(fact_entries(facts))
+        found = self.fact_index[1].search(query, vector, k, cut)
         return [(score, facts[entry.key]) for score, entry in found]
 
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        self.vectors.load("turns.faiss")
-        found = self.index([*self.messages()]).search(query, vector, 4 * k, cut=False)
+        found = self.index(self.messages()).search(query, vector, 4 * k, cut=False)
         places = dict.fromkeys((entry.session_id, entry.key) for _, entry in found)
         exchanges = []
-        for session_id, number in itertools.islice(places, k):
+        for session_id, number in [*places][:k]:
             turns = self.turns_after(session_id, number - 2)
             exchanges.append((session_id, [t for t in turns if t["turn"] < number + 2]))
         return exchanges
 
-    def messages(self, without: str = "") -> Iterator[Entry]:
-        """Yield the messages of all sessions but one."""
-        for session_id in self.sessions():
-            if session_id != without:
-                yield from message_entries(session_id, self.turns_after(session_id, 0))
+    def messages(self) -> list[Entry]:
+        """Return the messages of all sessions."""
+        each = ((id, self.turns_after(id, 0)) for id in self.sessions())
+        return [entry for id, turns in each for entry in message_entries(id, turns)]
 
     def missing(self, turns: list[Unlearned] | None = None) -> list[Entry]:
         """Return the facts, and the messages of turns (None: all), that have no vector."""
-        entries = fact_entries(self.load().facts)
-        for file in ("memory.faiss", "turns.faiss"):
-            self.vectors.load(file)
+        entries, vectors = fact_entries(self.load().facts), self.vectors()
         entries += self.messages() if turns is None else []
         for turn in turns or []:
             entries += message_entries(turn.session_id, [turn.row])
-        return [e for e in dict.fromkeys(entries) if self.vectors.get(e) is None]
+        return [e for e in dict.fromkeys(entries) if self.vector_id(e) not in vectors]
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
-        self.vectors.add(vectors)
-        self.fact_index, self.dirty = None, True
+        self.unsaved |= {self.vector_id(e): vectors[e] for e in vectors}
 
-    def save_vectors(self, state: State | None = None, without: str = "") -> None:
-        """Write the vectors of a state's facts (None: as it is), and of all sessions but one."""
-        facts = fact_entries((state or self.load()).facts)
-        kept = self.vectors.save("memory.faiss", facts)
-        kept |= self.vectors.save("turns.faiss", self.messages(without))
-        self.vectors.by_id = kept  # and nothing of what was deleted
-        self.fact_index, self.dirty = None, False  # others' vectors were taken too
+    def save_vectors(self) -> None:
+        """Write the vectors of what is there, and forget all others."""
+        vectors = self.vectors()
+        for file, entries in (
+            (self.fact_vectors, fact_entries(self.load().facts)),
+            (self.turn_vectors, self.messages()),
+        ):
+            ids = map(self.vector_id, entries)
+            file.write({id: vectors[id] for id in ids if id in vectors})
+        self.unsaved = {}
+
+    def erase(self, *patterns: str) -> None:
+        """Unlink the files that match, for each pattern in turn.
+
+        Of files of vectors, what is to stay is written again when the user goes quiet.
+        """
+        self.unsaved = self.vectors()
+        for pattern in patterns:
+            for path in sorted(self.folder.glob(pattern)):
+                path.unlink()
+        fsync_folder(self.folder)
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -957,11 +948,10 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     each = [(row, text) for row in turns for text in (row["query"], row["response"])]
     said = [(row, text) for row, text in each if text]
     around = ["", *(text[:500] for _, text in said), ""]
-    entries = []
-    for (row, text), before, after in zip(said, around, around[2:]):
-        day = long_date(row["ended_at"])
-        entries.append(Entry(session_id, row["turn"], text, before, after, day))
-    return entries
+    return [
+        Entry(session_id, row["turn"], text, before, after, long_date(row["ended_at"]))
+        for (row, text), before, after in zip(said, around, around[2:])
+    ]
 
 
 # The user's own data: functions for Memory.user_data
@@ -998,11 +988,9 @@ def delete_session(user: User, session_id: str) -> None:
     if not any(user.folder.glob(f"{session_id}.*")):
         raise NotFound("session")
     user.transcripts = {}  # else it is kept here
-    user.save_vectors(without=session_id)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
     older = [f"{session_id}.{last}.json" for last in user.older(session_id)]
-    strays = "*turns.faiss.*", f".{session_id}.*"
-    erase(user.folder, *strays, *older, f"{session_id}.*")
+    user.erase("*turns.faiss*", f".{session_id}.*", *older, f"{session_id}.*")
 
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
@@ -1018,8 +1006,7 @@ def delete_facts(user: User, fact_id: str | None = None) -> None:
         facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
         state = replace(state, facts=facts, history=history)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
-    user.save_vectors(state)
-    erase(user.folder, "memory.json.*", ".memory.json.*", "*memory.faiss.*")
+    user.erase("*memory.faiss*", "memory.json.*", ".memory.json.*")
     user.write(state)
 
 
@@ -1855,7 +1842,7 @@ class Memory:
         await asyncio.gather(*tasks, return_exceptions=True)
         for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
             ended.clear()  # it may be opened again
-        for user in [user for user in self.users.values() if user.dirty]:
+        for user in [user for user in self.users.values() if user.unsaved]:
             # What a full disk keeps from being written is made again.
             with suppress(NotFound, OSError):
                 await user.run(user.save_vectors)
@@ -1876,7 +1863,7 @@ class Memory:
         """Forget who was away longest where too much is held."""
         held = sum(user.size for user in self.users.values())
         for user in [*self.users.values()] if held > CACHE_BYTES else []:
-            if held > CACHE_BYTES and not user.busy and not user.dirty:
+            if held > CACHE_BYTES and not user.busy and not user.unsaved:
                 held -= user.size
                 del self.users[user.key]
 
@@ -2090,7 +2077,7 @@ class Learner:
         if rest > 0:
             return rest
         embedded = await self.embed_missing(user)
-        if user.dirty:
+        if user.unsaved:
             await user.run(user.save_vectors)
         if not embedded:
             raise NoAnswer("no embeddings")
@@ -2340,7 +2327,7 @@ class Turn:
             NotFound: The user or the session was deleted meanwhile.
             OSError: It could not be written; the transcript is as it was.
         """
-        row = {
+        row: Any = {
             "turn": self.number,
             "query": query,
             "response": response,
@@ -2351,7 +2338,7 @@ class Turn:
             "started_at": started_at or now(),
             "ended_at": now(),
         }
-        written = pydantic_core.to_json({"turns": {self.number: row}})
+        written = pydantic_core.to_json(Transcript([row]).tables())
         [checked] = Transcript.parse(pydantic_core.from_json(written)).turns
         await to_the_end(asyncio.ensure_future(self.append(checked)))
 

@@ -154,7 +154,7 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
         while True:
             await asyncio.sleep(random.uniform(0.01, 0.05))
             for user in list(service.users.values()):
-                if user.dirty:
+                if user.unsaved:
                     with suppress(memory.NotFound):
                         await user.run(user.save_vectors)
 
@@ -235,10 +235,12 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     history = table(folder / "memory.json", "history")
     rows = ((row["memory_id"], row["new_memory"]) for row in history)
     found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
-    vectors: Any = memory.Vectors(folder, SimpleNamespace(model="random"))
-    vectors.load("memory.faiss")
+    user: Any = memory.User(
+        SimpleNamespace(folder=folder.parent, model="random"), folder.name
+    )
     for text in texts:
-        found_vector = vectors.get(memory.Entry("", "", text, "", "", ""))
+        entry = memory.Entry("", "", text, "", "", "")
+        found_vector = user.vectors().get(user.vector_id(entry))
         if found_vector is not None:
             found["wrong vectors"] += differ(found_vector, text)
 

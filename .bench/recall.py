@@ -88,7 +88,7 @@ class Service:
         entries = [
             e for session, turns in said for e in message_entries(session, turns)
         ]
-        found.vectors.add({entry: self.embed(entry.text) for entry in entries})
+        found.remember({entry: self.embed(entry.text) for entry in entries})
         return found.index(entries)
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
