@@ -198,8 +198,10 @@ def normal_name(name: str) -> str:
     # Not str.isprintable(): that refuses joined emoji.
     bad = re.search(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]", name)
     if bad or len(name) > 128 or not name.strip("."):
-        rules = "no control characters, surrogates or slashes, and not only dots"
-        raise ValueError(f"a name has 1 to 128 characters, {rules}")
+        raise ValueError(
+            "a name has 1 to 128 characters, no slashes, control characters "
+            "or surrogates, and not only dots"
+        )
     return name
 
 
@@ -260,14 +262,13 @@ def set_aside(path: Path) -> None:
 class AtomicFile(Generic[Content]):
     """A file that is replaced whole, and read again only when it was changed."""
 
+    parse: Callable[[bytes], Content]  # by who inherits this; fails on a damaged file
+
     def __init__(self, path: Path, empty: Content):
         self.path = path
         self.empty: Content = empty
         self.value: Content = empty
         self.stamp: Stamp | None = None
-
-    def parse(self, content: bytes) -> Content:
-        raise NotImplementedError
 
     def load(self) -> Content:
         """Return what the file holds; `empty`: there is none, or it was damaged and is set aside."""
@@ -520,10 +521,10 @@ class Index:
             evidence = meaning + words * RARE / one
         least = -math.inf
         if cut and len(self.entries) >= FEW:
-            top = evidence.max()
-            least = max(FLOOR * chance, top - chance)
-            least = least if top >= GATE * chance else math.inf
-        scores = np.maximum(0.0, evidence / (np.abs(evidence) + chance)).tolist()
+            top, least = evidence.max(), math.inf
+            if top >= GATE * chance:
+                least = max(FLOOR * chance, top - chance)
+        scores = (evidence / (abs(evidence) + chance)).clip(0).tolist()
         # Zero stands for what has no vector and holds no word of the query.
         kept = (evidence != 0) & (evidence >= least)
         order = np.lexsort((-meaning, -evidence))
@@ -532,11 +533,11 @@ class Index:
     def by_words(self, terms: list[str], score: str) -> np.ndarray:
         """Return for each entry the sum of a score, in SQL, over the terms that it holds."""
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
-        sums = [0.0] * len(self.entries)
+        sums = np.zeros(len(self.entries))
         for term in terms:
             for position, value in self.words.execute(select, [term]):
                 sums[position] += value
-        return np.array(sums)
+        return sums
 
     def by_meaning(self, query: np.ndarray | None) -> np.ndarray:
         """Return how far each entry's cosine is above the mean, in sigmas; 0: it has none."""
@@ -628,11 +629,12 @@ class State:
 
     @classmethod
     def parse(cls, tables: Tables) -> "State":
-        [user] = tables["user"].values()
-        facts = {row["id"]: row for row in tables["facts"].values()}
-        learned = {row["session_id"]: row["turn"] for row in tables["learned"].values()}
-        rest = {"learned": learned, "history": [*tables["history"].values()]}
-        return STATE.validate_python(user | rest | {"facts": facts})
+        rows = {name: [*table.values()] for name, table in tables.items()}
+        [user] = rows["user"]
+        facts = {row["id"]: row for row in rows["facts"]}
+        learned = {row["session_id"]: row["turn"] for row in rows["learned"]}
+        given = user | {"facts": facts, "learned": learned, "history": rows["history"]}
+        return STATE.validate_python(given)
 
     def tables(self) -> Tables:
         learned = [{"session_id": s, "turn": n} for s, n in self.learned.items()]
@@ -642,10 +644,6 @@ class State:
             "learned": dict(enumerate(learned, 1)),
             "history": dict(enumerate(self.history[-MAX_HISTORY:], 1)),
         }
-
-    def copy(self) -> "State":
-        facts, learned = {**self.facts}, {**self.learned}
-        return replace(self, facts=facts, learned=learned, history=[*self.history])
 
 
 STATE, TRANSCRIPT = TypeAdapter(State), TypeAdapter(Transcript)
@@ -677,8 +675,8 @@ class UserFiles:
         self.memory_file = AtomicStorage(folder / "memory.json", State())
         self.transcripts: dict[str, AtomicStorage[Transcript]] = {}  # by file name
 
-    def load(self) -> State:
-        """Return the facts' file; begin it anew where it is lost; NotFound: there is no folder."""
+    def load(self, name: str = "") -> State:
+        """Return the facts' file; begin it where there is none; NotFound: there is no folder."""
         state = self.memory_file.load()
         if state.id:
             return state
@@ -688,7 +686,7 @@ class UserFiles:
         for session_id in self.sessions():
             (self.folder / f"{session_id}.unlearned").touch()
         fsync_folder(self.folder)
-        return self.write(State(id=uuid.uuid4().hex))
+        return self.write(State(name, uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
         self.memory_file.write(state.tables())
@@ -749,9 +747,8 @@ class UserFiles:
         if not self.folder.is_dir():
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
+        self.load(name)
         state, waiting = self.load_unlearned()
-        if not state.name:
-            state = self.write(replace(state, name=name))
         number = self.last_turn(session_id) + 1
         return number, state, self.storage(session_id).value, waiting
 
@@ -809,9 +806,8 @@ class User(UserFiles):
     ) -> T:
         """Call a function in a thread, under the user's lock; note it where the files fail.
 
-        Args:
-            warm: A file. Where it is known and none that is known has changed, the call
-                is on the event loop: with 64 turns at once, a thread costs 20 ms more.
+        Where the file `warm` is known and no known one has changed, it is called on the
+        event loop: with 64 turns at once, a thread costs 20 ms more.
         """
         locks = self.memory.locks
         try:
@@ -838,7 +834,8 @@ class User(UserFiles):
             state, waiting = self.load_unlearned()
             if id not in ("", state.id):
                 raise NotFound("user")
-            store = FactStore(self.memory.mem0, state.copy())
+            copied = State.parse(state.tables())  # what fails half-way is not written
+            store = FactStore(self.memory.mem0, copied)
             result = function(store, waiting)
             self.write(store.state)
             return result
@@ -898,7 +895,6 @@ class User(UserFiles):
         return exchanges
 
     def messages(self) -> list[Entry]:
-        """Return the messages of all sessions."""
         each = ((id, self.turns_after(id, 0)) for id in self.sessions())
         return [entry for id, turns in each for entry in message_entries(id, turns)]
 
@@ -945,8 +941,7 @@ def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each between its neighbours."""
-    each = [(row, text) for row in turns for text in (row["query"], row["response"])]
-    said = [(row, text) for row, text in each if text]
+    said = [(r, text) for r in turns for text in (r["query"], r["response"]) if text]
     around = ["", *(text[:500] for _, text in said), ""]
     return [
         Entry(session_id, row["turn"], text, before, after, long_date(row["ended_at"]))
