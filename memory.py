@@ -279,9 +279,8 @@ class AtomicFile(Generic[Content]):
         if found is None:
             return self.value
         for _ in range(2):  # what another machine writes may not be here whole at first
-            content = self.path.read_bytes()
             with suppress(ValueError, LookupError, TypeError, AttributeError):
-                self.value = self.parse(content)
+                self.value = self.parse(self.path.read_bytes())
                 self.stamp = found
                 return self.value
         set_aside(self.path)
@@ -477,8 +476,7 @@ class Index:
     The cut leaves nothing unless the best has GATE m, then what has FLOOR m and is at
     most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
 
-    Args:
-        vectors: Of each entry, normalised, all of one size; None: found by words alone.
+    Vectors are normalised, and all of one size; entries without are found by words alone.
     """
 
     def __init__(self, entries: list[Entry], vectors: list[np.ndarray | None]):
@@ -499,13 +497,9 @@ class Index:
     def search(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> list[tuple[float, Entry]]:
-        """Return at most k entries that bear on a query, best first.
+        """Return the k entries that bear most on a query, each with evidence / (evidence + m).
 
-        Each comes with its score, evidence / (evidence + m), 0 to 1.
-
-        Args:
-            vector: The query's, normalised; None: keywords alone.
-            cut: False for a plain ranking, as past turns want it.
+        Without `cut` the ranking is plain, as past turns want it.
         """
         chance = math.sqrt(2 * math.log(max(2, len(self.entries))))
         meaning, terms = self.by_meaning(vector), query_terms(query)
@@ -723,10 +717,7 @@ class UserFiles:
         return [row for row in turns.values() if row["turn"] > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
-        """Return what `load` does, and the turns that wait to be learned, as they ended.
-
-        A marker with nothing behind it is unlinked.
-        """
+        """Return what `load` does, and the turns that wait, as they ended; unlink stale markers."""
         state, each = self.load(), []
         for marker in sorted(self.folder.glob("*.unlearned")):
             session_id = marker.stem
@@ -739,11 +730,8 @@ class UserFiles:
         return state, list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
 
     def begin(self, name: str, session_id: str) -> Begun:
-        """Return a turn's number and what stands before it: facts, newest file, unlearned turns.
-
-        The user's folder is made here and nowhere else, so that no turn or learning that
-        ends later can bring a deleted user back.
-        """
+        """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
+        # Here alone: what ends later must not bring a deleted user back.
         if not self.folder.is_dir():
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
@@ -823,19 +811,16 @@ class User(UserFiles):
     async def change(
         self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
     ) -> T:
-        """Change the facts by calls of Mem0's, then write them whole, or not at all.
+        """Change a copy of the facts, knowing what waits, then write it whole, or not at all.
 
-        Args:
-            function: Gets a copy of the facts, and what waits to be learned.
-            id: Of the user who is meant, not of one of that name made since: else NotFound.
+        NotFound: the user with this id was deleted, and may be there anew.
         """
 
         def work() -> T:
             state, waiting = self.load_unlearned()
             if id not in ("", state.id):
                 raise NotFound("user")
-            copied = State.parse(state.tables())  # what fails half-way is not written
-            store = FactStore(self.memory.mem0, copied)
+            store = FactStore(self.memory.mem0, State.parse(state.tables()))
             result = function(store, waiting)
             self.write(store.state)
             return result
@@ -921,11 +906,8 @@ class User(UserFiles):
         self.unsaved = {}
 
     def erase(self, *patterns: str) -> None:
-        """Unlink the files that match, for each pattern in turn.
-
-        Of files of vectors, what is to stay is written again when the user goes quiet.
-        """
-        self.unsaved = self.vectors()
+        """Unlink the files that match, for each pattern in turn."""
+        self.unsaved = self.vectors()  # what stays is written when the user goes quiet
         for pattern in patterns:
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink()
