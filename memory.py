@@ -450,12 +450,15 @@ def spaced(text: str) -> str:
 def query_terms(query: str) -> list[str]:
     """Return the query's words less stop words (the first and last 32), quoted for FTS5."""
     found = WORD.findall(folded(query))
-    terms = []
-    for word in [word for word in found if word not in STOP] or found:
-        pairs = range(max(1, len(word) - 1))
-        terms += [word[n : n + 2] for n in pairs] if UNSPACED.match(word) else [word]
-    terms = list(dict.fromkeys(terms))
+    words = [word for word in found if word not in STOP] or found
+    terms = list(dict.fromkeys(piece for word in words for piece in pieces(word)))
     return [f'"{spaced(term)}"' for term in terms[:32] + terms[32:][-32:]]
+
+
+def pieces(word: str) -> list[str]:
+    """Return a word, or of Chinese and the like its pairs of letters."""
+    pairs = re.findall("(?=(..))", word) if UNSPACED.match(word) else []
+    return pairs or [word]
 
 
 class Index:
@@ -485,8 +488,7 @@ class Index:
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.words.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
-        rows_of_words = ([*map(spaced, entry[2:])] for entry in entries)
-        self.words.executemany(insert, rows_of_words)
+        self.words.executemany(insert, ([*map(spaced, e[2:])] for e in entries))
         known = {n: vector for n, vector in enumerate(vectors) if vector is not None}
         self.positions = np.array([*known], int)  # in `entries`, of each row of `dense`
         matrix = np.stack([*known.values()] or [np.zeros(1, "float32")])
@@ -1290,12 +1292,9 @@ def is_said(evidence: Any, query: str) -> bool:
 
 def key_words(text: str) -> set[str]:
     """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
-    words: set[str] = set()
     # Not by the cache: a query may be long.
-    for word in content_words.__wrapped__(NO_MATTER.sub(" ", text)):
-        pairs = {word[n : n + 2] for n in range(max(1, len(word) - 1))}
-        words |= pairs if UNSPACED.match(word) else {word}
-    return words - STOP
+    words = content_words.__wrapped__(NO_MATTER.sub(" ", text))
+    return {piece for word in words for piece in pieces(word)} - STOP
 
 
 # The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is
