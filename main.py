@@ -535,11 +535,12 @@ class AgentRun:
         said: Json = {"role": "assistant", "content": reply.text or None}
         self.take_back(reply)
         results = await asyncio.gather(*map(self.run_call, reply.calls))
-        said["tool_calls"] = [call.as_message() for call in reply.calls]
         self.tools += results
-        told = [memory.message("tool", result["content"]) for result in results]
-        for call, message in zip(reply.calls, told):
-            message["tool_call_id"] = call.id
+        said["tool_calls"] = [call.as_message() for call in reply.calls]
+        told = [
+            {"role": "tool", "content": result["content"], "tool_call_id": call.id}
+            for call, result in zip(reply.calls, results)
+        ]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = MAX_ROUNDS - self.done["rounds"]
