@@ -1213,10 +1213,10 @@ async def completion_body(
 
 def agreeing_value(request: Request, given: Any, header: str) -> str:
     """Return what a field of the body or a header says; 400 where two disagree."""
-    found = [value.encode("latin-1") for value in request.headers.getlist(header)]
-    # What is no UTF-8 must not make two names one, as one sign for all of it would.
-    said = [value.decode("utf-8", "backslashreplace") for value in found]
-    said.append(str(given or ""))
+    said = [str(given or "")]
+    for value in request.headers.getlist(header):
+        # What is no UTF-8 must not make two names one, as one sign for all of it would.
+        said.append(value.encode("latin-1").decode(errors="backslashreplace"))
     values = {unicodedata.normalize("NFC", value.strip()) for value in said} - {""}
     if len(values) > 1:
         raise HTTPException(400, "Two names are given that disagree.")
