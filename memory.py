@@ -341,7 +341,6 @@ class Locks:
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self.owners = 0  # how many have it open
         self.holding = 0  # locks that are held
-        self.broken = False  # locking failed: the file is to be opened again
         # Of its own: tools that hang must not keep turns from being saved.
         self.disk = ThreadPoolExecutor(thread_name_prefix="disk")
 
@@ -382,17 +381,16 @@ class Locks:
 
     def try_lock(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
-        if self.broken and not self.holding:
-            # GlusterFS does not open a descriptor again that holds locks.
-            new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.close(self.file)
-            self.file, self.broken = new, False
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
         except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
             return False
         except OSError:
-            self.broken = True
+            # GlusterFS does not open a descriptor again that holds locks.
+            if not self.holding:
+                new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+                os.close(self.file)
+                self.file = new
             raise
         return True
 

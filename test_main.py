@@ -3111,11 +3111,13 @@ def test_a_file_of_equal_size_and_moment_is_another(tmp_path, monkeypatch):
 @in_a_loop
 async def test_a_lock_file_not_opened_anew_closes_no_other(tmp_path, monkeypatch):
     async with remembering(tmp_path) as service:
+        file = service.locks.file
         with monkeypatch.context() as patch:
             for module, name in ((fcntl, "lockf"), (os, "open")):
                 patch.setattr(module, name, failing(errno.EMFILE))
                 with pytest.raises(OSError):
                     await say(service, "ann", A, "I like tea")
+        assert service.locks.file != file
         with socket.socket() as other:  # by the number that was closed
             await say(service, "ann", A, "I like tea")
             assert os.fstat(other.fileno())
