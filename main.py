@@ -733,7 +733,8 @@ class Endpoint:
 
     def __init__(self, key: str, url: str, model: str):
         self.key, self.url = key, (url or "https://api.openai.com/v1").rstrip("/")
-        self.model = model if key else ""  # "": the first one there
+        self.configured = model if key else ""  # "": the first one there
+        self.model = self.configured
         parts = urlsplit(self.url)
         proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         self.http = aiohttp.ClientSession(
@@ -835,16 +836,17 @@ class Endpoint:
                 return
             try:
                 with self.noted():
-                    found = (await self.ask("models", {}, 2))["data"] or []
+                    found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                     self.sizes = {m["id"]: m.get("max_model_len") for m in found}
             finally:
                 self.looked = time.monotonic()
-            self.model = self.model or next(iter(self.sizes), "")
+            self.model = self.configured or next(iter(self.sizes), "")
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
-        if not self.model:
-            await self.look()
+        if not (self.configured or self.model and self.answers):
+            # After a failure too: another one may be served by now.
+            await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:
             raise Failure("upstream_unavailable", "there is no model")
         return self.model
@@ -955,8 +957,10 @@ class Service:
                 told = setting, endpoint.url, error.message, error.said
                 start_log.warning("%s at %s: %s %.300s", *told)
                 continue
-            found = setting, endpoint.model, endpoint.url, [*endpoint.sizes][:9]
-            start_log.info("%s is %s; served at %s: %s", *found)
+            served = [*endpoint.sizes]
+            level = logging.INFO if endpoint.model in served else logging.WARNING
+            found = setting, endpoint.model, endpoint.url, served[:9]
+            start_log.log(level, "%s is %s; %s serves %s", *found)
         if "EMBEDDING_MODEL" in self.endpoints:
             self.memory.model = self.endpoints["EMBEDDING_MODEL"].model
         else:

@@ -595,7 +595,8 @@ class Transcript:
 
     @classmethod
     def parse(cls, tables: Tables) -> "Transcript":
-        rows, [summary] = tables["turns"], tables["summary"].values()
+        rows = tables.get("turns", {})
+        [summary] = tables.get("summary", {"1": {}}).values()
         parsed = TRANSCRIPT.validate_python(summary | {"turns": [*rows.values()]})
         if [str(turn["turn"]) for turn in parsed.turns] != [*rows]:
             raise ValueError("turns do not stand under their numbers")  # TinyDB's ids

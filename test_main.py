@@ -1122,7 +1122,7 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
     told = log_of(API_KEY="x")
     assert re.search("CHAT_MODEL.*stand-in(.|\n)*EMBEDDING_MODEL.*bag", told)
     assert "API_KEY" not in told
-    assert re.search("CHAT_MODEL is gone.*stand-in", log_of(CHAT_MODEL="gone"))
+    assert re.search("WARNING.*CHAT_MODEL is gone.*stand-in", log_of(CHAT_MODEL="gone"))
     told = log_of(BASE_URL=closed_port)
     assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.*Refused", told)
     told = log_of(**NOTHING_SET, EMBEDDING_MODEL="")
@@ -3920,7 +3920,7 @@ def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
 
 
 def test_turns_share_a_look_at_the_models(start, model):
-    with start(CHAT_MODEL="") as chat:
+    with start(CHAT_MODEL="", LOOK_AFTER=0.0) as chat:
         chat.service.chat.model, model.models_status = "", 500
         before = len(model.paths)
         with ThreadPoolExecutor(12) as pool:
@@ -3929,6 +3929,11 @@ def test_turns_share_a_look_at_the_models(start, model):
         assert len(model.paths) - before < 8  # each look asks twice
         model.models_status = 200
         assert answer(chat.ask("Hi!"))
+        chat.service.chat.model = "gone"  # the endpoint serves another model now
+        model.replies.append(refused(404))
+        assert chat.ask("Hi!")[-1]["type"] == "error"
+        assert answer(chat.ask("Hi!"))
+    assert model.requests[-1]["model"] == "stand-in"
 
 
 if __name__ == "__main__":
