@@ -1341,19 +1341,14 @@ NUMBER = (
     r"|social security|pass(?:port|nummer)|driver'?s? licen[cs]e|card number|code d\w+ \w+|código de \w+"
     r"|n° sécu|zugangscode|код \w+|пин|паспорт|验证码|身份证|护照|認証コード|आधार|ओटीपी)"
 )
-TALK = (  # after "is": talk about a password, not one
-    r"(?!(?:in|on|at|with|by|not|never|always|too|very|so|now|the same|weak|strong|long|short|old"
-    r"|expir\w+|lost|forgotten|stored|kept|saved|managed|changed|needed|wrong|what|where|how)\b|[保忘存在])"
-)
 DATE = r"(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
 FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für|пользователя|للمستخدم)\b[^\n:=.,;]{0,30}?)?"
 IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
 SECRET = re.compile(
-    rf"{PASSWORD}{FOR}{IS}{TALK}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
+    rf"{PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
     rf"|{PASSWORD}{FOR}\s+(?:to\s+)?{DATE}(?=\S*\d)\S{{4,}}"
     rf"|{NUMBER}[^\d\n]{{0,30}}?(?<!\d){DATE}[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
     rf"|{NUMBER}[^\d\n]{{0,30}}?\b{DATE}(?=[A-Z]{{0,8}}\d)[A-Z\d]{{6,20}}\b"
-    rf"|\b\d{{4,8}} (?:is|ist|est|es|é) (?:\S+ ){{0,3}}?{NUMBER}"
     # Keys show what they are
     r"|-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?"
     r"|(?<![a-z0-9])(?:eyJ[\w-]{8,1000}\.[\w-]{8,}(?:\.[\w-]*)?"  # JWT
@@ -1383,16 +1378,12 @@ UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b|\bin \d+ minutes\W*$"
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
     r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
-    r"|\best[áa] (?:muy )?(?:cansad|ocupad)[oa]\b|\best (?:très )?(?:fatigué|occupé)e?\b"
-    r"|\bist (?:\w+ )?(?:müde|am (?:flughafen|bahnhof))\b|(?:今天|现在|正)(?:很|有点|在)?(?:累|困|饿|忙|机场)"
     # Instructions
     rf"|{OVERRIDE.pattern}|\b(?:reveal|print|show|repeat)\b.*\bsystem prompt\b"
     r"|\byou are (?:now|no longer)\b|\bfrom now on,? you\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>"
     r"|^\W*(?:(?:please|from now on|remember|important|system)\b\W*)*(?:(?:always|never|do not|don't"
     r"|must)\s+)+(?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b"
-    r"|^\W*(?:you|(?:the )?(?:assistant|ai|model|system))(?: (?:must|should|will|shall)\b|:)"
-    r"|\bignor\w+ (?:todas |toutes )?(?:l?[ae]s|tes|vos) (?:instru|regras|reglas|consignes|règles)"
-    r"|\bignorier\w* .{0,30}(?:anweisungen|regeln)|忽略.{0,12}(?:指令|指示|规则)|指示.{0,6}無視",
+    r"|^\W*(?:you|(?:the )?(?:assistant|ai|model|system))(?: (?:must|should|will|shall)\b|:)",
     re.IGNORECASE,
 )
 
