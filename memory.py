@@ -306,9 +306,9 @@ class AtomicStorage(AtomicFile[Rows], Storage):
         return self.load().tables()
 
     def write(self, data: Tables) -> None:
-        value = self.empty.parse(data)  # what could not be read again is not written
         # A third of the time that json takes, which counts at 200 turns
-        self.replace(pydantic_core.to_json(data), value)
+        content = pydantic_core.to_json(data)
+        self.replace(content, self.parse(content))  # unless it could not be read again
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -2293,7 +2293,7 @@ class Turn:
             NotFound: The user or the session was deleted meanwhile.
             OSError: It could not be written; the transcript is as it was.
         """
-        row: Any = {
+        row: TurnRow = {
             "turn": self.number,
             "query": query,
             "response": response,
@@ -2304,9 +2304,7 @@ class Turn:
             "started_at": started_at or now(),
             "ended_at": now(),
         }
-        written = pydantic_core.to_json(Transcript([row]).tables())
-        [checked] = Transcript.parse(pydantic_core.from_json(written)).turns
-        await to_the_end(asyncio.ensure_future(self.append(checked)))
+        await to_the_end(asyncio.ensure_future(self.append(row)))
 
     async def append(self, row: TurnRow) -> None:
         user, id = self.user, self.state.id
