@@ -999,12 +999,11 @@ class Service:
 
     async def context_tokens(self) -> int:
         """Return the size of the model's context; the memory learns within it too."""
-        chat, learner = self.chat, self.memory.learner
-        if not (CONTEXT_TOKENS or chat.sizes):
+        if not (CONTEXT_TOKENS or self.chat.sizes):
             with suppress(Failure):
-                await chat.look(LOOK_AFTER)
-        size = CONTEXT_TOKENS or chat.sizes.get(chat.model) or 8192
-        learner.context_tokens = size
+                await self.chat.look(LOOK_AFTER)
+        size = CONTEXT_TOKENS or self.chat.sizes.get(self.chat.model) or 8192
+        self.memory.learner.context_tokens = size
         return size
 
     async def health(self) -> Json:
