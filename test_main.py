@@ -3473,7 +3473,7 @@ def create(chat, messages, way="whole", headers=None, **more):
     """Ask with OpenAI's client, in one piece or for a stream that is still to be read."""
     messages = [by("user", messages)] if isinstance(messages, str) else messages
     client = openai.OpenAI(base_url=f"{chat.url}/v1", api_key="x", max_retries=0)
-    more |= {"extra_headers": headers, "stream": way == "stream"}
+    more |= {"extra_headers": headers, "stream": way == "stream", "timeout": 30}
     return client.chat.completions.create(model="gpt", messages=messages, **more)
 
 
