@@ -1157,8 +1157,8 @@ async def on_error(request: Request, error: Any) -> Response:
             if first["loc"] == ("body",) and "json" not in sent:
                 first["msg"] = SEND_JSON
             status, detail = 422, found
-            if openai_face:  # which has no 422
-                status, detail = 400, f"{first['loc'][-1]}: {first['msg']}"
+            if openai_face:
+                detail = f"{first['loc'][-1]}: {first['msg']}"
         case HTTPException():
             status, detail, headers = error.status_code, error.detail, error.headers
         case Failure():
@@ -1167,6 +1167,9 @@ async def on_error(request: Request, error: Any) -> Response:
             status, detail = 404, "Not found"
         case _:
             log.error("the user's files cannot be read or written", exc_info=error)
+    # FastAPI's 400 is a body that it cannot read; OpenAI has no 422.
+    if status in (400, 422):
+        status = 400 if openai_face else 422
     content = openai_error(status, detail) if openai_face else {"detail": detail}
     return Response(to_json(content), status, headers, JSON_TYPE)
 
