@@ -935,7 +935,6 @@ FAILURES = {  # what the endpoint does, how often it is asked, what its client i
     "500": (refused(500), 2, 503, "upstream_unavailable"),
     "too long": (refused(400, "This model's maximum context length is 8192 tokens."), 1, 400, "context_too_long"),
     "too long, llama.cpp's": (refused(400, "the request exceeds the available context size"), 1, 400, "context_too_long"),
-    "too long, by code": (refused(400, code="context_length_exceeded"), 1, 400, "context_too_long"),
     "elsewhere": ((307, {}, {"location": V1}), 2, 503, "upstream_unavailable"),
     "breaks off": ([CUT], 1, 503, "upstream_unavailable"),
     "ends without a word": ([], 1, 503, "upstream_unavailable"),
@@ -1591,7 +1590,6 @@ GATE_CASES = [
     ("quote-accents", [], ["J'habite à Orléans"], [("add", None, "L'utilisateur habite à Orléans", "J’habite à Orléans")], [0]),
     ("quote-width", [], ["ＡＢＣ商事で働いています"], [("add", None, "ユーザーはABC商事で働いている", "abc商事で働いています")], [0]),
     ("quote-german", [], ["Ich wohne in der Hauptstraße"], [("add", None, "Nutzer wohnt in der Hauptstraße", "ICH WOHNE IN DER HAUPTSTRASSE")], [0]),
-    ("quote-second-turn", [], ["hi there", "I have two sons"], [("add", None, "User has two sons", "I have two sons")], [0]),
     ("quote-short-whole", [], ["我吃素"], [("add", None, "用户吃素", "我吃素")], [0]),
     ("quote-short-part", [], ["I am vegan"], [("add", None, "User is vegan", "vegan")], []),
     ("quote-across-turns", [], ["I live in", "Lyon today"], [("add", None, "User lives in Lyon", "I live in Lyon")], []),
@@ -1602,7 +1600,6 @@ GATE_CASES = [
     ("quote-turkish", [], ["İstanbul'da yaşıyorum"], [("add", None, "Kullanıcı İstanbul'da yaşıyor", "istanbul'da yaşıyorum")], [0]),
     ("id-of-an-add", ["User lives in Lyon"], ["I play the piano"], [("add", 0, "User plays the piano", "I play the piano")], [0]),
     ("delete-unsaid", ["User uses Magnet"], ["How do I split a window?"], [("delete", 0, None, "I don't use Magnet anymore")], []),
-    ("delete-with-text", ["User uses Magnet"], ["no more Magnet"], [("delete", 0, "User uses Magnet", "no more Magnet")], [0]),
     ("update-echo", ["User has a dog"], ["I have a dog"], [("update", 0, "User has a dog", "I have a dog")], []),
     ("update-to-nothing", ["User has a dog"], ["my dog died"], [("update", 0, None, "my dog died")], []),
     ("one-bad-of-three", [], ["I'm Ada, I write Rust, my PIN is 4711"], [("add", None, "User's name is Ada", "I'm Ada, I write"), ("add", None, "User's PIN is 4711", "my PIN is 4711"), ("add", None, "User writes Rust", "I write Rust")], [0, 2]),
@@ -1877,6 +1874,25 @@ def test_lost_vectors_are_made_again(start, model, monkeypatch, cut, name):
         wait_for(lambda: set(PLACES) <= set(flat(model.embedded)))
         texts = flat(model.embedded)
         assert len(texts) == len(set(texts))
+
+
+def test_what_is_meant_passes_the_cut_and_stray_words_do_not():
+    # Facts that mean different things, and a last direction that none of them has.
+    vectors = np.random.default_rng(1).standard_normal((12, 16))
+    vectors = [memory.unit_vector([*vector, 0]) for vector in vectors]
+    other, seen = np.eye(17, dtype="<f4")[16], {}
+    queries = [
+        "Sort Lisbon 2001 lists fast", "Which part of Kenya did I see?",
+        "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range(50))),
+    ]  # fmt: skip
+    for order in (1, -1):
+        entries = [memory.Entry("", p, p, "", "", "") for p in PLACES[::order]]
+        index = memory.Index(entries, vectors[::order])
+        for query in queries:
+            for vector, best in ((vectors[5], [PLACES[5]]), (other, [])):
+                found = [entry.key for _, entry in index.search(query, vector, 8)]
+                assert found[:1] == best and len(found) <= 3
+                assert seen.setdefault((query, *best), found) == found
 
 
 def settled(chat):
@@ -2387,7 +2403,6 @@ STREAMS = {
     "openai parallel calls": ('{"role":"assistant","content":null}\n+ 0 call_X1 calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 1 call_X2 convert_units ""\n+ 1 - - {"value": 5, "from_unit": "km",\n+ 1 - - "to_unit": "mi"}\n+ 2 call_X3 current_time {}\ntool_calls\n[DONE]', ran(("call_X1", *SUM), ("call_X2", *MILES), ("call_X3", *NOW))),
     "openai refusal field": ('{"role":"assistant","content":"","refusal":null}\n{"refusal":"I cannot."}\nstop', said("I cannot.")),
     "text before calls": ('"Let me "\n"see."\n+ 0 call_X1 calculate {"expression":"2+3"}\ntool_calls', ran(("call_X1", *SUM), text=["Let me ", "see."])),
-    "nothing at all": ("stop\n[DONE]", said()),
     # vLLM
     "vllm hermes, later pieces with id null": ('{"tool_calls":[{"id":"tool-aa","type":"function","index":0,"function":{"name":"calculate","arguments":null}}]}\n{"tool_calls":[{"id":null,"type":null,"index":0,"function":{"name":null,"arguments":"{\\"expression\\": \\"2+3\\"}"}}]}\ntool_calls', ran(("tool-aa", *SUM))),
     "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}', ran(("tool-aa", *SUM))),
@@ -2440,7 +2455,6 @@ STREAMS = {
     "CRLF": (sse('"Hi."\nstop\n[DONE]').replace(b"\n", b"\r\n"), said("Hi.")),
     "comments, other fields, data: without a space": ('~: ping\n~\n~event: message\n~id: 7\n~data:{"choices":[{"delta":{"content":"Hi."}}]}\n~\n~:\n~\nstop\n~data:[DONE]', said("Hi.")),
     "blank lines missing between events": (sse('"Hel"\n"lo"\nstop\n[DONE]').replace(b"\n\n", b"\n"), said("Hel", "lo")),
-    "no line end at the end": (sse('"Hi."\nstop\n[DONE]').rstrip(), said("Hi.")),
     "an event that is no object": ('"Hi"\n~data: 5\n~\nstop\n[DONE]', broke("Hi")),
     "events without data": ('~data:\n~\n~event: ping\n~\n"Hi."\nstop', said("Hi.")),
     "nulls where objects belong": ('{"choices":null,"usage":null}\n{"choices":[{"delta":null}]}\n{"tool_calls":[{"function":null}]}\n{"content":null}\n"Hi."\nstop', said("Hi.")),
@@ -2478,7 +2492,6 @@ def test_the_first_text_does_not_wait_for_the_second(shared, picky, text):
 
 REFUSALS = {  # what is refused, and how it is said
     "ollama": ("tools", "registry.ollama.ai/library/gemma:2b does not support tools"),
-    "vllm": ("tools", '"auto" tool choice requires --enable-auto-tool-choice'),
     "usage": ("stream_options", "Unrecognized request argument: stream_options"),
 }
 FORCED = {"type": "function", "function": {"name": "plan"}}
@@ -2902,7 +2915,6 @@ def damaged(content, how, place, byte):
     st.integers(0, 1 << 16), st.integers(0, 255),
 )  # fmt: skip
 @example(f"{A}.json", "flip", 11, 0x50)
-@example(f"{A}.json", "flip", 11, 0x05)
 @example(f"{A}.json", "other", 0, 1)
 @example(f"{A}.json", "other", 0, 5)
 @example("memory.json", "other", 0, 2)
@@ -3144,14 +3156,6 @@ def write_indexes(chat):
             user.save_vectors()
 
 
-def leave_strays(folder):
-    """Leave beside each file what a crash and a damage of it would have left."""
-    for path in list(folder.iterdir()):
-        if not path.name.startswith("."):
-            shutil.copy(path, path.with_name(f".{path.name}.tmp"))
-            shutil.copy(path, path.with_name(f"{path.name}.corrupt-17"))
-
-
 @pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
 def test_what_is_deleted_leaves_no_trace(start, monkeypatch, what):
     monkeypatch.setattr(memory, "FILE_TURNS", 4)
@@ -3221,7 +3225,9 @@ def die_while_something_is_deleted(root):
     said = words[:-1]
     asyncio.run(live(root / "all", *said))
     asyncio.run(live(root / "all", words[-1], session=B))
-    leave_strays(root / "all/ann")
+    for path in list((root / "all/ann").iterdir()):  # what a crash and a damage leave
+        for stray in (f".{path.name}.tmp", f"{path.name}.corrupt-17"):
+            shutil.copy(path, path.with_name(stray))
     facts = tables_in(root / "all")["facts"]
     [id] = [fact["id"] for fact in facts if "saffron" in fact["text"]]
     learned = [f"User likes {word[7:]}." for word in words]
@@ -3352,10 +3358,8 @@ def normal(name):
 @given(NAMES, NAMES)
 @example("ann", "Ann")
 @example("é", "e\u0301")
-@example("a~b", "a-b")
 @example("K", "\u212a")
 @example("..~", "~")
-@example("-rf *", "con")
 @example("a" * 128, "%2e%2e%2f")
 @example("ann~17239b6e250110330eda64a29c610bf1", "Ann")
 @example("Ann 僶叶一", "Ann 壜以丁")  # whose hashes begin with the same 48 bits
@@ -3845,8 +3849,6 @@ def test_lines_and_chunks_are_whole_and_no_proxy_keeps_them(chat, model):
     deltas = [part["choices"][0]["delta"] for part in parts]
     assert deltas == [by("assistant", text), {}]
 
-
-# --- Rerank, and what /health says ---
 
 TOWNS = "Lisbon, Cairo, Oslo or Lima?"  # visited in 2001, 2002, 2003, 2008
 
