@@ -1162,7 +1162,7 @@ async def on_error(request: Request, error: Any) -> Response:
         case HTTPException():
             status, detail, headers = error.status_code, error.detail, error.headers
         case Failure():
-            detail = error.message
+            status, detail = FAILURES[error.code][0], error.message
         case NotFound():
             status, detail = 404, "Not found"
         case _:
