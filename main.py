@@ -187,7 +187,7 @@ FAILURES = {  # code: the status where no stream has begun, what a client is tol
     "upstream_unavailable": (503, "The model's endpoint is not available: check its URL and that it runs."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
-    "storage_failed": (500, "The turn could not be written, or was deleted while it ran."),
+    "storage_failed": (500, "The turn could not be written."),
     "internal": (500, "Something went wrong on our side."),
 }  # fmt: skip
 
@@ -355,7 +355,10 @@ async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) 
     except Failure as error:
         log.warning("turn failed: %r", error)
         failure = error
-    except (NotFound, OSError) as error:
+    except NotFound:
+        said = "The user or session was deleted during the turn: nothing was kept."
+        failure = Failure("storage_failed", message=said)
+    except OSError as error:
         log.warning("turn not written: %r", error)
         failure = Failure("storage_failed")
     except Exception:
@@ -807,7 +810,9 @@ class Endpoint:
             return await self.request(path, request | given, timeout)
         except Failure as failure:
             said = failure.said.lower()
-            named = (part for part, names in PARTS.items() if re.search(names, said))
+            named = [part for part, names in PARTS.items() if re.search(names, said)]
+            if named and failure.code == "upstream_rejected":
+                failure.message += f" It speaks of {named[0]}."
             sent = (part for part in named if without(request, part) != request)
             part = next(sent, "")
             if not part or failure.code != "upstream_rejected":

@@ -908,7 +908,7 @@ class User(UserFiles):
 
     def erase(self, *patterns: str) -> None:
         """Unlink the files that match, for each pattern in turn."""
-        self.unsaved = self.vectors()  # what stays is written when the user goes quiet
+        self.unsaved = self.vectors()  # what stays of them is written anew
         for pattern in patterns:
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink()
@@ -969,6 +969,7 @@ def delete_session(user: User, session_id: str) -> None:
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
     older = [f"{session_id}.{last}.json" for last in user.older(session_id)]
     user.erase("*turns.faiss*", f".{session_id}.*", *older, f"{session_id}.*")
+    user.save_vectors()
 
 
 def delete_facts(user: User, fact_id: str | None = None) -> None:
@@ -986,6 +987,7 @@ def delete_facts(user: User, fact_id: str | None = None) -> None:
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
     user.erase("*memory.faiss*", "memory.json.*", ".memory.json.*")
     user.write(state)
+    user.save_vectors()
 
 
 def fact_history(user: User, fact_id: str) -> list[HistoryRow]:

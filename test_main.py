@@ -3186,6 +3186,10 @@ def test_what_is_deleted_leaves_no_trace(start, monkeypatch, what):
             "user": ("", [*ids, *said, id, "fie", "Z\u030cofie", folder.name], 0),
         }[what]
         chat.delete(f"/users/Žofie{path}")
+        # The vectors that stay are on disk at once.
+        kept = {"memory": ("fact", "session"), "turns": ("fact", "facts", "session")}
+        for file, of in kept.items():
+            assert (folder / f"{file}.faiss").exists() == (what in of)
         for _ in range(2):
             found = traces(chat.folder if what == "user" else folder, *gone)
             assert [line for line in found if not line.startswith("ann/")] == []
@@ -3211,7 +3215,10 @@ def test_a_user_deleted_by_another_process_does_not_come_back(model, start, tmp_
             until(events, "token")
             here.delete("/users/ann")
             model.release()
-            assert list(events)[-1]["code"] == "storage_failed"
+            end = list(events)[-1]
+            assert (
+                end["code"] == "storage_failed" and "deleted during" in end["message"]
+            )
         assert there.ask("Hi!", C)[0]["facts"] == here.facts() == []
         assert there.tell("I like rain", A)[-1]["turn"] == 1
         assert there.facts() == here.facts() == ["User likes rain."]
@@ -3600,6 +3607,7 @@ def test_a_refused_parameter_of_a_client_is_its_own_error(chat, model, part):
     error = refusal_of(chat, "Hi!", **{part: given})
     complete(chat, "Hi!", **{part: given})
     assert (error.status_code, error.code) == (400, "upstream_rejected")
+    assert part.replace("response_format", "json_schema") in error.response.text
     assert [request[part] for request in model.requests] == [given] * 2
     if part == "response_format":  # what does not go with it is left out, once
         model.replies += [refused(400, f"{part} does not go with tools"), says("{}")]
