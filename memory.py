@@ -1880,13 +1880,10 @@ class Memory:
         texts = [fact["text"] for _, fact in found]
         async with asyncio.timeout(self.settings.rerank_timeout):
             scores = dict(await self.rerank(query[:2000], texts, k))
-        finite = [
-            n for n in range(len(found)) if math.isfinite(scores.get(n, math.nan))
-        ]
-        if len(finite) < min(k, len(found)):
+        ranked = [(s, found[n][1]) for n, s in scores.items() if math.isfinite(s)]
+        if len(ranked) < min(k, len(found)):
             raise ValueError("no score for each of the best")
-        finite.sort(key=lambda position: -scores[position])
-        return [(scores[position], found[position][1]) for position in finite]
+        return sorted(ranked, key=lambda pair: -pair[0])
 
     async def offered(
         self, user: User, state: State, batch: list[Unlearned], room: int
