@@ -740,6 +740,8 @@ class Endpoint:
         self.model = self.configured
         parts = urlsplit(self.url)
         proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+        if proxy and "://" not in proxy:  # as curl takes it
+            proxy = f"http://{proxy}"
         self.http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # turns are limited
             headers={"Authorization": f"Bearer {key}", "Content-Type": JSON_TYPE},

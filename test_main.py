@@ -1001,7 +1001,7 @@ def test_an_endpoint_that_is_down_is_told_and_learns_later(start, closed_port):
 def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine models.test login a password b")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # is not looked into
-    monkeypatch.setenv("HTTP_PROXY", f"http://{httpx.URL(model.url).netloc.decode()}")
+    monkeypatch.setenv("HTTP_PROXY", httpx.URL(model.url).netloc.decode())
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with start(BASE_URL="http://models.test/v1") as chat:
         assert answer(chat.ask("Hi!"))

@@ -77,7 +77,7 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
         await user.memory.locks.in_thread(user.write, state)
         await learner.embed_missing(user)
-        store = memory.FactStore(service.memory.mem0, state.copy())
+        store = memory.FactStore(service.memory.mem0, state)
         for operation in await learner.propose(user, state, heard(*turns), 0):
             store.apply(operation)
         return [fact["text"] for fact in store.state.facts.values()]
