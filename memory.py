@@ -862,7 +862,7 @@ class User(UserFiles):
     ) -> Ranked:
         facts = self.load().facts
         self.fact_vectors.load()
-        of = self.memory_file.stamp, self.fact_vectors.stamp, len(self.unsaved)
+        of = self.memory_file.stamp, self.fact_vectors.stamp
         if self.fact_index is None or self.fact_index[0] != of:
             self.fact_index = of, self.index(fact_entries(facts))
         found = self.fact_index[1].search(query, vector, k, cut)
@@ -894,6 +894,7 @@ class User(UserFiles):
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
         self.unsaved |= {self.vector_id(e): vectors[e] for e in vectors}
+        self.fact_index = None
 
     def save_vectors(self) -> None:
         """Write the vectors of what is there, and forget all others."""
