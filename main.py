@@ -54,7 +54,7 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Value = TypeVar("Value", int, float, str)
-MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
+MAY_BE_ZERO = ("HINT_TOKENS", "HINT_K", "SUMMARIES")
 
 
 def setting(name: str, default: Value) -> Value:
@@ -96,7 +96,8 @@ RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: max_model_len, else 8192
+# 0: max_model_len, else 8192
+CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 1) if env("CONTEXT_TOKENS") else 0
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
 tunable = asdict(memory.Settings()).items()
 MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in tunable})
@@ -577,8 +578,8 @@ class AgentRun:
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, list):
+        return str(content)
     return "\n".join(str(part["text"]) for part in content if part.get("text"))
 
 
