@@ -147,7 +147,7 @@ Stamp = tuple[int, int, int]
 Row = dict[str, Any]
 Message = dict[str, Any]
 Operation = dict[str, Any]
-Ranked = list[tuple[float, Fact]]  # by score, best first
+Scored = list[Row]  # facts, each with its `score`, best first
 Complete = Callable[[list[Message], dict[str, Any]], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[np.ndarray]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
@@ -518,7 +518,7 @@ class Index:
             top, least = evidence.max(), math.inf
             if top >= GATE * chance:
                 least = max(FLOOR * chance, top - chance)
-        scores = (evidence / (abs(evidence) + chance)).clip(0).tolist()
+        scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
         # Zero stands for what has no vector and holds no word of the query.
         kept = (evidence != 0) & (evidence >= least)
         order = np.lexsort((-meaning, -evidence))
@@ -859,14 +859,14 @@ class User(UserFiles):
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
-    ) -> Ranked:
+    ) -> Scored:
         facts = self.load().facts
         self.fact_vectors.load()
         of = self.memory_file.stamp, self.fact_vectors.stamp
         if self.fact_index is None or self.fact_index[0] != of:
             self.fact_index = of, self.index(fact_entries(facts))
         found = self.fact_index[1].search(query, vector, k, cut)
-        return [(score, facts[entry.key]) for score, entry in found]
+        return [{**facts[entry.key], "score": score} for score, entry in found]
 
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
@@ -1113,6 +1113,13 @@ def open_mem0(folder: Path) -> Any:
     return opened
 
 
+def scored(facts: Iterable[Fact]) -> Scored:
+    """Return facts with what they are worth now, best first."""
+    at = datetime.now(UTC)
+    found = [{**fact, "score": round(fact_score(fact, at), 4)} for fact in facts]
+    return sorted(found, key=lambda fact: -fact["score"])
+
+
 def fact_score(fact: Fact, at: datetime) -> float:
     """Return what a fact is worth now, 0 to 1: importance, freshness and how often it was said."""
     seen = datetime.fromisoformat(fact["last_seen_at"])
@@ -1164,7 +1171,7 @@ def stem(word: str) -> str:
 
 def admit(
     proposed: list[Any],
-    shown: list[Fact],
+    shown: list[Row],
     turns: list[Unlearned],
     nearest: dict[str, str] | None = None,
 ) -> list[Operation]:
@@ -1200,7 +1207,7 @@ def admit(
     return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
 
 
-def ended(query: str, fact: Fact | None, shown: list[Fact], near: str) -> str:
+def ended(query: str, fact: Row | None, shown: list[Row], near: str) -> str:
     """Return the id of the fact that a query ends; "" if none or several may be meant."""
     # That something was said does not prove that it bears on the fact.
     words = key_words(query)
@@ -1212,7 +1219,7 @@ def ended(query: str, fact: Fact | None, shown: list[Fact], near: str) -> str:
 
 
 def statements(
-    operation: Operation, fact: Fact | None, turn: Unlearned
+    operation: Operation, fact: Row | None, turn: Unlearned
 ) -> list[Operation]:
     """Return an addition, or an update of a fact, as it may be stored; for names in a list several."""
     op, text = operation.get("op"), one_line(operation.get("text"))
@@ -1327,9 +1334,8 @@ def one_line(text: Any) -> str:
         joiners, category = "\u200c\u200d", unicodedata.category
         kept = (c if c in joiners or category(c)[0] != "C" else " " for c in text)
         text = "".join(kept)
-    while text != (text := MARKS.sub("", text)):
-        pass  # what is left may form a mark again
-    return " ".join(text.split())
+    # Not nothing in their place: what is left could form a mark again.
+    return " ".join(MARKS.sub("…", text).split())
 
 
 MARKS = re.compile(r"\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]", re.IGNORECASE)
@@ -1624,14 +1630,13 @@ def line_tokens(text: str) -> int:
     return count_tokens(text) + 2
 
 
-def fitting(facts: list[Fact], budget: int) -> int:
-    """Return how many of the first facts fit a number of tokens as lines of the hints."""
-    costs = itertools.accumulate(line_tokens(fact["text"]) for fact in facts)
-    return sum(1 for cost in itertools.takewhile(lambda cost: cost <= budget, costs))
-
-
-def within_budget(ranked: Ranked, budget: int) -> Ranked:
-    return ranked[: fitting([fact for _, fact in ranked], budget)]
+def within_budget(facts: list[Row], budget: int) -> list[Row]:
+    """Return the first facts, as many as fit a number of tokens as lines of the hints."""
+    for count, fact in enumerate(facts):
+        budget -= line_tokens(fact["text"])
+        if budget < 0:
+            return facts[:count]
+    return facts
 
 
 def fit_context(
@@ -1860,61 +1865,59 @@ class Memory:
             user.busy -= 1
             self.learner.schedule(user.key)
 
-    async def search(self, user: User, query: str, k: int) -> tuple[Ranked, list[str]]:
+    async def search(self, user: User, query: str, k: int) -> tuple[Scored, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
         [vector] = await self.embedder.vectors([query])
-        ranked = await user.run(user.search_facts, query, vector, max(k, RERANKED))
+        found = await user.run(user.search_facts, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
-        if self.rerank and ranked:
+        if self.rerank and found:
             try:
-                ranked = await self.reranked(query, ranked, k)
+                found = await self.reranked(query, found, k)
             except Exception:  # whatever the endpoint did: the order stands
                 log.warning("reranking failed", exc_info=True)
                 degraded.append("rerank")
             self.degraded.note("rerank", failed="rerank" in degraded)
-        return ranked[:k], degraded
+        return found[:k], degraded
 
-    async def reranked(self, query: str, found: Ranked, k: int) -> Ranked:
+    async def reranked(self, query: str, found: Scored, k: int) -> Scored:
         """Return the k best of what was found as a cross-encoder sees it."""
         assert self.rerank
-        texts = [fact["text"] for _, fact in found]
+        texts = [fact["text"] for fact in found]
         async with asyncio.timeout(self.settings.rerank_timeout):
             scores = dict(await self.rerank(query[:2000], texts, k))
-        ranked = [(s, found[n][1]) for n, s in scores.items() if math.isfinite(s)]
-        if len(ranked) < min(k, len(found)):
+        ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
+        if len(ranked) < min(k, len(found)) or not all(
+            map(math.isfinite, scores.values())
+        ):
             raise ValueError("no score for each of the best")
-        return sorted(ranked, key=lambda pair: -pair[0])
+        return sorted(ranked, key=lambda fact: -fact["score"])
 
     async def offered(
         self, user: User, state: State, batch: list[Unlearned], room: int
-    ) -> list[Fact]:
+    ) -> list[Row]:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts = [*state.facts.values()]
+        facts: list[Any] = [*state.facts.values()]
         room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
-        if len(facts) == fitting(facts[:200], room):
+        if len(facts) == len(within_budget(facts[:200], room)):
             return facts
         each = await self.nearest(user, batch, 200)
         # The best of each query before the second best of any
         best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
         found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
-        facts = [*found.values()][:200]
-        return facts[: fitting(facts, room)]
+        return within_budget([*found.values()][:200], room)
 
     async def nearest(
         self, user: User, batch: list[Unlearned], k: int, by_words: bool = True
-    ) -> list[list[Fact]]:
+    ) -> list[list[Row]]:
         """Return for each turn the k facts nearest to its query, by meaning and words."""
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.embedder.vectors(queries)
 
-        def search() -> list[list[Fact]]:
-            each = []
-            for query, vector in zip(queries, vectors, strict=True):
-                words = query if by_words else ""
-                found = user.search_facts(words, vector, k, cut=False)
-                each.append([fact for _, fact in found])
-            return each
+        def search() -> list[list[Row]]:
+            words = queries if by_words else [""] * len(queries)
+            pairs = zip(words, vectors, strict=True)
+            return [user.search_facts(*pair, k, cut=False) for pair in pairs]
 
         return await user.run(search)
 
@@ -1924,15 +1927,12 @@ class Memory:
         self, user_id: str, query: str | None = None, k: int = 20
     ) -> list[Row]:
         """Return a user's facts with their score: all, or at most k that bear on a query."""
-        try:
-            if query is not None:
-                found, _ = await self.search(self.named(user_id), query, k)
-            else:
-                state, at = await self.user_data(user_id, User.load), datetime.now(UTC)
-                found = [(fact_score(fact, at), fact) for fact in state.facts.values()]
-        except NotFound:
-            return []
-        return [{**fact, "score": round(score, 4)} for score, fact in found]
+        with suppress(NotFound):
+            if query is None:
+                state = await self.user_data(user_id, User.load)
+                return scored(state.facts.values())
+            return (await self.search(self.named(user_id), query, k))[0]
+        return []
 
     async def user_data(
         self, user_id: str, function: Callable[..., T], *arguments: Any
@@ -2244,23 +2244,19 @@ class Turn:
                 said.append(cut(text, min(240, 3 * room - 9)))
                 room -= line_tokens(said[-1])
         budget = settings.hint_tokens - sum(map(line_tokens, said))
-        at, facts = datetime.now(UTC), [*self.state.facts.values()]
-        all_fit = fitting(facts, budget) == len(facts)
-        first = facts if all_fit else [f for f in facts if f["kind"] == "profile"]
-        ranked = [(fact_score(fact, at), fact) for fact in first]
-        ranked.sort(key=lambda pair: -pair[0])
-        chosen = within_budget(ranked, budget if all_fit else budget // 2)
-        degraded = [] if self.memory.embedder.embed else ["embeddings"]
-        if not all_fit:
-            have, k = [fact["id"] for _, fact in chosen], settings.hint_k
-            search = self.memory.search
+        facts: list[Any] = [*self.state.facts.values()]
+        if within_budget(facts, budget) == facts:
+            chosen = scored(facts)
+            degraded = [] if self.memory.embedder.embed else ["embeddings"]
+        else:
+            profile = scored(fact for fact in facts if fact["kind"] == "profile")
+            chosen, k = within_budget(profile, budget // 2), settings.hint_k
+            have, search = [fact["id"] for fact in chosen], self.memory.search
             found, degraded = await search(self.user, message, k + len(have))
-            more = [pair for pair in found if pair[1]["id"] not in have]
+            more = [fact for fact in found if fact["id"] not in have]
             chosen = within_budget(chosen + more[:k], budget)
-        shown: list[Row] = [
-            {"id": f["id"], "text": f["text"], "kind": f["kind"], "score": round(s, 4)}
-            for s, f in chosen
-        ]
+        names = "id", "text", "kind", "score"
+        shown = [{name: fact[name] for name in names} for fact in chosen]
         return Hints(shown, said, degraded)
 
     def just_said(self, history: Iterable[str] | None) -> list[str]:
@@ -2318,7 +2314,7 @@ class Turn:
         """Search what is known about the user; use it when the hints do not hold the answer."""
         k = max(1, min(k, 20))
         found, _ = await self.memory.search(self.user, query, k)
-        lines = [hint_line(fact["text"]) for _, fact in found]
+        lines = [hint_line(fact["text"]) for fact in found]
         lines += [f'- just said: "{text}"' for text in self.just_said(None)[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
@@ -2337,43 +2333,48 @@ class Turn:
                 score, reason = rate_item(item, words)
                 facts, parts = store.state.facts, split_names(item)
                 new = [text for text in parts if not find_duplicate(facts, text)]
-                reason = reason if new else "known already"
-                accepted = not new or not reason
-                verdict = {"item": item, "score": round(score, 2), "accepted": accepted}
-                verdicts.append(verdict | ({"reason": reason} if reason else {}))
-                for text in new if accepted else []:
-                    store.apply(operation | {"text": text})
+                verdict = {
+                    "item": item,
+                    "score": round(score, 2),
+                    "accepted": not reason,
+                }
+                if not new:
+                    verdict |= {"accepted": True, "reason": "known already"}
+                elif reason:
+                    verdict |= {"reason": reason}
+                else:
+                    for text in new:
+                        store.apply(operation | {"text": text})
+                verdicts.append(verdict)
             return verdicts
 
         return await self.user.change(keep, self.state.id)
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
-        message = self.message.rstrip()
+        asked, message = key_words(query[:1000]), self.message.rstrip()
+        # Weak models forget what they were only asked about.
+        if message.endswith(("?", "？", "؟")) and not asked <= key_words(message):
+            return "Nothing was forgotten: the user only asks. Ask what is meant."
 
-        def forget(store: FactStore, _: list[Unlearned]) -> tuple[str, list[Fact]]:
-            asked, facts = key_words(query[:1000]), [*store.state.facts.values()]
-            # Weak models forget what they were only asked about.
-            question = message.endswith(("?", "？", "؟"))
-            if question and not asked <= key_words(message):
-                said = "Nothing was forgotten: the user only asks. Ask what is meant."
-                return said, []
+        def forget(store: FactStore, _: list[Unlearned]) -> list[Any]:
+            facts = store.state.facts.values()
             shared = [len(asked & key_words(fact["text"])) for fact in facts]
             most = max(shared, default=0)
             fits = [f for f, n in zip(facts, shared) if n == most >= len(asked) / 2 > 0]
-            if len(fits) != 1:
-                return "", fits
-            store.apply({"op": "delete", "id": fits[0]["id"]})
-            return f"Forgotten: {fits[0]['text']}", []
+            if len(fits) == 1:
+                store.apply({"op": "delete", "id": fits[0]["id"]})
+            return fits
 
-        said, fits = await self.user.change(forget, self.state.id)
-        if not said and not fits:  # what is only alike in meaning is asked about
-            found, _ = await self.memory.search(self.user, query, 5)
-            fits = [fact for _, fact in found]
+        fits = await self.user.change(forget, self.state.id)
+        if len(fits) == 1:
+            return f"Forgotten: {fits[0]['text']}"
+        if not fits:  # what is only alike in meaning is asked about
+            fits, _ = await self.memory.search(self.user, query, 5)
+        if not fits:
+            return "Nothing was forgotten: no fact fits."
         which = [hint_line(fact["text"]) for fact in fits[:5]]
-        if which:
-            said = "\n".join(["Nothing was forgotten. Ask which is meant:", *which])
-        return said or "Nothing was forgotten: no fact fits."
+        return "\n".join(["Nothing was forgotten. Ask which is meant:", *which])
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
