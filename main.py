@@ -398,7 +398,7 @@ class AgentRun:
     functions: Json = field(default_factory=dict)  # on offer, by name
     prompt: Json = field(default_factory=dict)  # messages and tools
     tools: list[Json] = field(default_factory=list)  # calls and results
-    seen: Counter[str] = field(default_factory=Counter)  # calls, as they are written
+    seen: Counter[Any] = field(default_factory=Counter)  # names and arguments of calls
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
     done: Json = field(default_factory=lambda: NOTHING_DONE | {"usage": Counter()})
 
@@ -555,11 +555,13 @@ class AgentRun:
         """Run one call; return it with its result, for the transcript."""
         began, given = time.monotonic(), parse_arguments(call.text)
         arguments, planning = given or {}, call.name == "plan"
-        # Written anew: a malformed string in the messages is refused for ever.
-        call.text = json.dumps(arguments, sort_keys=True)
+        written = json.dumps(arguments, sort_keys=True)
+        same = call.name, call.text if given is None else written
+        # In place of what was sent: malformed JSON in the messages is refused for ever.
+        call.text = written
         if not planning:
             self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        functions, same = self.functions, call.name + call.text
+        functions = self.functions
         self.seen[same] += 1
         if self.seen[same] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."

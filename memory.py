@@ -1160,9 +1160,12 @@ def content_words(text: str) -> list[str]:
 
 def stem(word: str) -> str:
     """Cut an English ending (lives, living, live), but never a past tense."""
-    if not (word.isascii() and word.isalpha()) or len(word) < 4:
+    if not (word.isascii() and word.isalpha()):
         return word
-    word = re.sub(r"(?:(?<=\w{3})ing|es|(?<!s)s|e)$", "", word)
+    if len(word) > 3:
+        word = re.sub(r"(?:(?<=\w{3})ing|es|(?<!s)s|e)$", "", word)
+    word = re.sub(r"(?<=[^aeiou])y$", "i", word)  # study, studies
+    word = re.sub(r"v$", "f", word)  # knives, knife
     return re.sub(r"([bdgmnprt])\1$", r"\1", word)  # running, run
 
 
@@ -1303,9 +1306,10 @@ def key_words(text: str) -> set[str]:
     """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
     # Not by the cache: a query may be long.
     words = content_words.__wrapped__(NO_MATTER.sub(" ", text))
-    return {piece for word in words for piece in pieces(word)} - STOP
+    return {piece for word in words for piece in pieces(word)} - STOP_STEMS
 
 
+STOP_STEMS = frozenset(map(stem, STOP))
 # The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is
 NO_MATTER = re.compile(
     r"用户|用戶|ユーザー|사용자|उपयोगकर्ता|المستخدم|пользовател\w*|kullanıcı\w*|\butente\b|gebruiker"
@@ -1383,7 +1387,7 @@ UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"\b(?:is|feels?|was)(?: (?:so|very|really|just|still|currently|right now))* (?:tired|exhausted|hungry"
     r"|bored|busy|late|sick|sad|happy|stressed)(?:,? (?:today|tonight|(?:right )?now|at the moment|this \w+))*\W*$"
     r"|\b(?:wants|needs|craves) .*\b(?:right now|at the moment)\W*$"
-    r"|\b(?:is|are)(?: (?:just|still))* (?:at|in|on) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
+    r"|\b(?:is|are)(?: (?:just|still))* (?:at|in|on|waiting for) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
     r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b|\bin \d+ minutes\W*$"
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
     r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
