@@ -1280,8 +1280,8 @@ async def chat(body: ChatBody) -> Response:
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     history = [said.model_dump(exclude_unset=True) for said in body.messages]
-    asked = [text_of(said) for said in history if said["role"] == "user"] or [""]
-    turn = TurnRequest(asked[-1], body.user or "", history=history)
+    asked = [text_of(said) for said in history if said["role"] == "user"]
+    turn = TurnRequest("".join(asked[-1:]), body.user or "", history=history)
     turn.options = body.model_extra or {}
     if body.tools:
         turn.options["tools"] = body.tools
@@ -1291,9 +1291,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
     named = (body.metadata or {}).get("session_id")
     session = agreeing_value(request, named, "X-Session-Id")
-    if body.user and asked[-1] and on and body.store is not False:
-        first = next(filter(None, asked))
-        turn.session = session_uuid(body.user, session, first)
+    if body.user and asked and on and body.store is not False:
+        turn.session = session_uuid(body.user, session, asked[0])
     usage = (body.stream_options or {}).get("include_usage") is True
     answer = OpenAIStream(service().chat, bool(body.stream), usage)
     return service().begin(turn, answer)

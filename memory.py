@@ -1346,7 +1346,7 @@ MARKS = re.compile(r"\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]", re.IGNORECASE)
 # A word that announces a secret, then its value. What redacts too much does little harm:
 # only learning and the hints of other sessions see it.
 PASSWORD = (
-    r"(?:pass ?(?:word|phrase|code|wd)|\bpwd\b|seed phrase|passwort|kennwort|mot de passe|contraseña"
+    r"(?:pass ?(?:word|phrase|code|wd)s?|\bpwd?\b|\bpass(?=:)|seed phrase|passwort|kennwort|mot de passe|contraseña"
     r"|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード|비밀번호|पासवर्ड|كلمة (?:السر|المرور)\w*)"
 )
 NUMBER = (
@@ -2267,7 +2267,8 @@ class Turn:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
         shown = {row["query"] for row in self.turns} if history is None else {*history}
         said = [turn.row["query"] for turn in reversed(self.unlearned)]
-        return [quoted(query[:1000]) for query in said if query not in shown]
+        new = [query for query in said if query and query not in shown]
+        return [quoted(query[:1000]) for query in new]
 
     async def save(
         self,

@@ -1657,6 +1657,7 @@ User writes system prompts for bots
 """
 REDACTED = """\
 my password is hunter2. I live in Lyon → my [removed]. I live in Lyon
+my passwords: ab12cd and ef34gh → my [removed] | my wifi pw: tr0ub4dor → my wifi [removed]
 PIN: 4711, flight at 9 → [removed], flight at 9
 token ghp_16C7e42F292c6912E7710c838347Ae178B4a works → token [removed] works
 pay with 4111-1111-1111-1111 please → pay with [removed] please
@@ -3664,8 +3665,13 @@ def test_text_in_parts_is_text_and_stands_once_behind_or_in_the_hints(chat, mode
     # A message without text is not taken for the one before.
     talk[-1] = by("user", [IMAGE])
     model.replies.append(says("A dog."))
-    complete(chat, talk, user="ann")
-    assert model.requests[-1]["messages"][1:] == talk
+    complete(chat, talk, user="ann", metadata={"session_id": C})
+    block, *parts = model.requests[-1]["messages"][-1]["content"]
+    assert parts == [IMAGE] and "I live in Rome." in block["text"]
+    *_, turn = chat.turns(session=C)
+    assert (turn["query"], turn["response"]) == ("", "A dog.")
+    complete(chat, "Hi!", user="ann")
+    assert '""' not in hints(model.requests[-1])
     for turn in (chat.turns()[0], *only_turns(chat, "bob")):
         assert turn["query"] == "I like tea.\nWhat's this?"
 
