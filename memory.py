@@ -1069,11 +1069,11 @@ class FactStore:
         known, seen = find_duplicate(facts, text), turn.row["ended_at"]
         metadata = {"kind": operation["kind"], "importance": operation["importance"]}
         metadata |= {"source": turn.key, "last_seen_at": seen}
-        if known:
+        if known and (op == "add" or id != known["id"]):
             # Not by Mem0: its metadata update would make a row of history.
             often, seen = known["frequency"] + 1, max(seen, known["last_seen_at"])
             facts[known["id"]] = {**known, "frequency": often, "last_seen_at": seen}
-            if op == "update" and id != known["id"]:
+            if op == "update":
                 self.mem0.delete(id)  # of two facts that say the same one is left
         elif op == "update":
             self.mem0.update(id, text, metadata=metadata)
@@ -1203,10 +1203,10 @@ def admit(
             gone = ended(turn.row["query"], fact, shown, near)
             forms = [{"op": "delete", "id": gone}] if gone else []
         finals += [form | {"turn": turn} for form in forms]
-    # An update takes the place of a delete of the same fact: weak models say "I left
-    # Shell": delete 0, "I'm with Total": update 0.
+    # The last turn counts. Within one, an update takes the place of a delete of the same
+    # fact: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
     order = ["delete", "update", "add"]
-    finals.sort(key=lambda final: order.index(final["op"]))
+    finals.sort(key=lambda one: (turns.index(one["turn"]), order.index(one["op"])))
     return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
 
 
@@ -1355,12 +1355,12 @@ NUMBER = (
     r"|n° sécu|zugangscode|код \w+|пин|паспорт|验证码|身份证|护照|認証コード|आधार|ओटीपी)"
 )
 DATE = r"(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
-FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für|пользователя|للمستخدم)\b[^\n:=.,;]{0,30}?)?"
+FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für|пользователя|للمستخدم)\b[^\n:=.,;]{0,60}?)?"
 IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
 SECRET = re.compile(
     rf"{PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*"  # all of a passphrase
     rf"|{PASSWORD}{FOR}\s+(?:to\s+)?{DATE}(?=\S*\d)\S{{4,}}"
-    rf"|{NUMBER}[^\d\n]{{0,30}}?(?<!\d){DATE}[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
+    rf"|{NUMBER}(?:{FOR}{IS}|[^\d\n]{{0,30}}?(?<!\d){DATE})[A-Z]{{0,3}}\d(?:[ .-]?\d){{2,17}}[A-Z]?\b"
     rf"|{NUMBER}[^\d\n]{{0,30}}?\b{DATE}(?=[A-Z]{{0,8}}\d)[A-Z\d]{{6,20}}\b"
     # Keys show what they are
     r"|-----BEGIN [\w ]*PRIVATE KEY-----(?:[^-]|-(?!----))*(?:-----END [\w ]*-----)?"
@@ -2336,7 +2336,8 @@ class Turn:
             words, verdicts = key_words("\n".join([*said, self.message])), []
             for item in map(one_line, items[:20]):
                 score, reason = rate_item(item, words)
-                facts, parts = store.state.facts, split_names(item)
+                facts = store.state.facts
+                parts = split_names(absolute(item, row["ended_at"]))
                 new = [text for text in parts if not find_duplicate(facts, text)]
                 verdict = {
                     "item": item,
@@ -2366,7 +2367,7 @@ class Turn:
             facts = store.state.facts.values()
             shared = [len(asked & key_words(fact["text"])) for fact in facts]
             most = max(shared, default=0)
-            fits = [f for f, n in zip(facts, shared) if n == most >= len(asked) / 2 > 0]
+            fits = [f for f, n in zip(facts, shared) if n == most > len(asked) / 2]
             if len(fits) == 1:
                 store.apply({"op": "delete", "id": fits[0]["id"]})
             return fits

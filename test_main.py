@@ -1619,7 +1619,7 @@ GATE_CASES = [
 ]
 # Secrets, what is over by tomorrow, instructions; and what only sounds like them
 NEVER_KEPT = """\
-User's PIN is 4711 | User's password is hunter2 | User's wifi password is correct horse battery
+User's PIN is 4711 | User's PIN is 1984 | User's password is hunter2 | User's wifi password is correct horse battery
 User's password for mail is Tr0ub4dor | Das Passwort des Nutzers lautet Sommer2026!
 Le mot de passe de l'utilisateur est soleil42 | La contraseña del usuario es gato123
 A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | ユーザーのパスワードはneko99
@@ -1658,6 +1658,7 @@ User writes system prompts for bots
 REDACTED = """\
 my password is hunter2. I live in Lyon → my [removed]. I live in Lyon
 my passwords: ab12cd and ef34gh → my [removed] | my wifi pw: tr0ub4dor → my wifi [removed]
+the password for my grandmother's old safe up in Lyon is Hunter2 → the [removed]
 PIN: 4711, flight at 9 → [removed], flight at 9
 token ghp_16C7e42F292c6912E7710c838347Ae178B4a works → token [removed] works
 pay with 4111-1111-1111-1111 please → pay with [removed] please
@@ -1771,6 +1772,22 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
         shown, proposed = [{"id": "x", "text": known}], [change(op, 0, query, text)]
         found = [one["op"] for one in memory.admit(proposed, shown, heard(query))]
         assert (found or ["nothing"]) == [becomes], row
+
+
+def test_of_one_answer_the_last_turn_counts():
+    turns = heard("I renamed my dog Rex", "please forget my dog")
+    proposed = [
+        change("delete", 0, "forget my dog"),
+        change("update", 0, "I renamed my dog", "User has a dog named Rex."),
+    ]
+    shown = [{"id": "x", "text": "User has a dog named Bo."}]
+    assert [one["op"] for one in memory.admit(proposed, shown, turns)] == ["delete"]
+
+
+def test_a_correction_of_one_letter_takes_the_place_of_the_fact(chat, model):
+    teach(chat, model, ["User's name is Simone."])
+    simon = "User's name is Simon."
+    assert learn_by(chat, model, "I'm Simon!", ("update", 0, simon)) == [simon]
 
 
 def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
@@ -1925,6 +1942,7 @@ def test_propose_memory_keeps_only_what_the_user_said(chat, model):
         "User plays the cello in Rome.": True,  # two of three words are said
         "User has a sister Olga.": True,  # in another session, not yet learned
         "User lives in Rome.": True,
+        "User plays the cello tomorrow.": True,
         "User teaches the cello at Yale.": False,  # one of three
         "User's PIN is 4711.": False,
         "Olga": False,
@@ -1934,7 +1952,9 @@ def test_propose_memory_keeps_only_what_the_user_said(chat, model):
     verdicts = json.loads(told)
     assert {v["item"]: v["accepted"] for v in verdicts} == items
     assert all("score" in v for v in verdicts) and "known" in verdicts[2]["reason"]
-    assert set(chat.facts()) == {*[*items][:3]}
+    tomorrow = f"{datetime.now(UTC) + timedelta(1):%Y-%m-%d}"
+    dated = f"User plays the cello on {tomorrow}."
+    assert set(chat.facts()) == {*[*items][:3], dated}
 
 
 def test_fetch_memory_returns_what_bears_on_a_query_and_what_waits(chat, model):
@@ -1974,7 +1994,8 @@ def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model)
     several = forget("chess")
     assert monday in several and friday in several and len(chat.facts()) == 15
     assert friday in forget("chess on Fridays")
-    assert "Nothing was forgotten" in forget("chromodynamics")
+    for query in ("chromodynamics", "chess openings"):  # half of it is not enough
+        assert "Nothing was forgotten" in forget(query)
     asked = forget("Shram", "What are the tools that I use?")
     assert asked.startswith("Nothing was forgotten: the user only")
     assert len(chat.facts()) == 14
