@@ -283,6 +283,8 @@ class AtomicFile(Generic[Content]):
                 self.value = self.parse(self.path.read_bytes())
                 self.stamp = found
                 return self.value
+        if stamp(self.path) != found:  # it was replaced meanwhile
+            return self.load()
         set_aside(self.path)
         return self.value
 
@@ -736,7 +738,9 @@ class UserFiles:
         if not self.folder.is_dir():
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
-        self.load(name)
+        state = self.load(name)
+        if state.name != name:  # begun anew by who does not know it
+            self.write(replace(state, name=name))
         state, waiting = self.load_unlearned()
         number = self.last_turn(session_id) + 1
         return number, state, self.storage(session_id).value, waiting
@@ -890,7 +894,8 @@ class User(UserFiles):
         entries += self.messages() if turns is None else []
         for turn in turns or []:
             entries += message_entries(turn.session_id, [turn.row])
-        return [e for e in dict.fromkeys(entries) if self.vector_id(e) not in vectors]
+        wanted = {self.vector_id(entry): entry for entry in entries}
+        return [entry for id, entry in wanted.items() if id not in vectors]
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
         self.unsaved |= {self.vector_id(e): vectors[e] for e in vectors}
@@ -964,7 +969,7 @@ def delete_session(user: User, session_id: str) -> None:
     can be asked for again. ValueError: `session_id` is no UUID.
     """
     session_id = str(UUID(session_id))
-    if not any(user.folder.glob(f"{session_id}.*")):
+    if not any(user.folder.glob(f"*{session_id}.*")):
         raise NotFound("session")
     user.transcripts = {}  # else it is kept here
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
@@ -1006,7 +1011,8 @@ def texts(row: HistoryRow) -> set[str | None]:
 
 def delete_user(user: User) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
-    user.load()
+    if not user.folder.is_dir():
+        raise NotFound("user")
     gone = user.folder.with_name(f".deleted-{uuid.uuid4().hex}")
     os.rename(user.folder, gone)
     fsync_folder(gone.parent)

@@ -3008,6 +3008,9 @@ async def test_a_turn_of_a_deleted_user_or_session_is_not_saved(tmp_path):
         with pytest.raises(memory.NotFound):
             await service.user_data("ann", memory.read_session, B)
         assert "storage" not in service.degraded
+        (tmp_path / "ann" / f".{B}.json.tmp").touch()  # what a kill may leave of it
+        await service.user_data("ann", memory.delete_session, B)
+        assert not list((tmp_path / "ann").glob(f"*{B}*"))
 
 
 def die_while_memory_is_begun_anew(root):
@@ -3018,6 +3021,7 @@ def die_while_memory_is_begun_anew(root):
     for folder, _ in every_step(root, lambda f: memory.UserFiles(f / "ann").load()):
         asyncio.run(live(folder, "I like rue", session=B))
         assert facts_in(folder) == [f"User likes {word}." for word in (*words, "rue")]
+        assert tables_in(folder)["user"][0]["name"] == "ann"
         [aside] = folder.glob("ann/memory.json.corrupt-*")
         assert aside.read_bytes() == b'{"facts":'
 
