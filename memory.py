@@ -854,7 +854,7 @@ class User(UserFiles):
         """Return all vectors by id, normalised: those on disk, from whomever, and our new ones."""
         known = self.turn_vectors.load() | self.fact_vectors.load() | self.unsaved
         size = len(next(reversed(known.values()), ()))
-        # Those of another size are another model's that had the same name.
+        # The newest stand last; those of another size are of a model that had its name.
         return {id: vector for id, vector in known.items() if len(vector) == size}
 
     def index(self, entries: list[Entry]) -> Index:
@@ -1706,7 +1706,7 @@ class Embedder:
 
     def __init__(self, embed: Embed | None, settings: Settings, degraded: Degraded):
         self.embed, self.settings, self.degraded = embed, settings, degraded
-        # By text with its prefix; what has failed is forgotten
+        # By text with its prefix, under way or done; what has failed is forgotten
         self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
         self.size = 0  # of a vector
 
@@ -2109,7 +2109,7 @@ class Learner:
                 trouble.bad_answers += 1  # others are answered: it is this turn
             raise NoAnswer from error
         await self.apply(user, batch, operations)
-        if trouble.bad_answers >= 3:
+        if trouble.bad_answers >= 3:  # it was not asked about again
             log.error("a turn gave three bad answers and counts as learned")
             self.totals["given up"] += 1
         return batch
