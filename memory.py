@@ -1623,6 +1623,8 @@ class Hints:
         if self.said:
             lines.append("The user just said, newest first (newer than the above):")
         lines += [f'- "{text}"' for text in self.said]
+        # Without it a model of 1.5B calls a tool where notes are enough; `.bench/answers.py`
+        lines.append("If these notes are enough, answer directly, without a tool.")
         return "\n".join([*lines, "[/MEMORY HINTS]"])
 
 

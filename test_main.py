@@ -3665,7 +3665,7 @@ def test_one_system_message_is_first_and_hints_stand_in_the_last_of_the_user(
     first, *sent = model.requests[-1]["messages"]
     assert first == by("system", f"{main.SYSTEM}\n\nBe brief.\n\nBe kind.\n\nBe fair.")
     hints_in = sent.pop(2)["content"]
-    assert "[MEMORY HINTS]" in hints_in and hints_in.endswith("Tide?")
+    assert hints_in.endswith("without a tool.\n[/MEMORY HINTS]\n\nTide?")
     assert "User likes tea." in hints_in and sent == talk[:2] + talk[3:]
 
 
