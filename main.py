@@ -718,7 +718,9 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for part in filter(str.strip, MARKS.split(text)):
         try:
-            value = pydantic_core.from_json(part)
+            # Small models forget the last bracket of a list.
+            forgotten = "]" * (part.count("[") - part.count("]"))
+            value = pydantic_core.from_json(part + forgotten)
         except ValueError:
             return []
         for item in value if isinstance(value, list) else [value]:

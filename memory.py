@@ -1548,11 +1548,13 @@ def learning_request(
     """
     turns = []
     for row in rows:
-        turn = {"at": row["ended_at"]}
+        turn, said = {"at": row["ended_at"]}, {part: row[part] for part in sizes}
+        echo = letters(said["response"]) == letters(said["query"])
+        if echo or JUNK.fullmatch(said["response"]):  # it would be learned from as well
+            said["response"] = ""
         for part, size in sizes.items():
-            text = "" if JUNK.fullmatch(row[part]) else row[part]
             # Not all of it: to look through 32,000 characters takes 20 ms.
-            turn[part] = cut(redact(text[: 2 * size]), size)
+            turn[part] = cut(redact(said[part][: 2 * size]), size)
         turns.append(turn)
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
     today = rows[-1]["ended_at"][:10]

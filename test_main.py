@@ -1382,8 +1382,10 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
     model.replies += [says("Nice!"), says("```json\n{ }\n[]\n```")]
     chat.tell("I play chess")
     chat.tell("And I swim")
-    shown = []
-    for learning, ids in zip(model.learnings, ([None], [0, None]), strict=True):
+    model.replies.append(says("And I swim."))  # an echo
+    chat.tell("And I swim")
+    shown, every = [], ([None], *[[0, None]] * 2)
+    for learning, ids in zip(model.learnings, every, strict=True):
         form = learning["response_format"]["json_schema"]
         operations = form["schema"]["properties"]["operations"]
         assert (form["name"], operations["minItems"]) == ("memory_operations", 1)
@@ -1397,7 +1399,7 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
     first, fact = {"query": "I play chess", "response": "Nice!"}, "User plays chess."
     # An answer that says nothing is not learned from as one.
     second = {"query": "And I swim", "response": ""}
-    assert shown == [([], first), ([{"id": 0, "text": fact}], second)]
+    assert shown == [([], first), *[([{"id": 0, "text": fact}], second)] * 2]
 
 
 def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
@@ -2440,6 +2442,7 @@ STREAMS = {
     "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}', ran(("tool-aa", *SUM))),
     "vllm llama3_json without a parser": written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
+    "qwen, without the last bracket": written("```json [", f"{CALL} ```"),
     "mistral content as parts": ('{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop', said("Hel", "lo.")),
     "vllm xlam leaks the fence and the start of the JSON": ('"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls', ran(("aa", *SUM), text=["```", '[{"name": "calc'])),
     "vllm interval over 1: head and arguments together, calls interleaved": ('+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls', ran(("aa", *SUM), ("bb", *MILES))),
