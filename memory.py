@@ -1296,16 +1296,23 @@ def is_said(evidence: Any, query: str) -> bool:
     """Tell whether words stand in a query, by letters and digits: 6 of them, or all.
 
     A Chinese or Thai letter says as much as three. What a query that turns against the
-    rules says is no evidence.
+    rules says is no evidence, nor is what it only quotes.
     """
-    if OVERRIDE.search(query):
-        return False
     said = letters(str(evidence or ""))
+    quoted = (said in letters(match[0]) for match in QUOTED.finditer(query))
+    if OVERRIDE.search(query) or any(quoted):
+        return False
     # What the model was shown, and quotes, has no secrets.
     forms = [letters(query), letters(redact(query))]
     if len(said) + 2 * len(UNSPACED.findall(said)) < 6:
         return said != "" and said in forms
     return any(said in form for form in forms)
+
+
+# Not a title or a name: what is to be translated, corrected or explained
+QUOTED = re.compile(
+    r"(?<!\w)([\"'`]+)(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[“”»]", re.DOTALL
+)
 
 
 def key_words(text: str) -> set[str]:
@@ -2241,6 +2248,7 @@ class Turn:
         self.summary = transcript.summary
         self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
         self.message = ""  # of the user, in this turn
+        self.listed = False  # facts, for the user to say which is to be forgotten
 
     async def hints(self, message: str, history: Iterable[str] | None = None) -> Hints:
         """Return what the user's memory has to say to a message.
@@ -2342,8 +2350,9 @@ class Turn:
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
             turns = self.user.turns_after(self.session_id, 0)
             turns += [turn.row for turn in self.unlearned]
-            said = [row["query"] for row in turns]
-            words, verdicts = key_words("\n".join([*said, self.message])), []
+            said = [row["query"] for row in turns] + [self.message]
+            own = "\n".join(QUOTED.sub("", text) for text in said)
+            words, verdicts = key_words(own), []
             for item in map(one_line, items[:20]):
                 score, reason = rate_item(item, words)
                 facts = store.state.facts
@@ -2369,9 +2378,10 @@ class Turn:
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
         asked, message = key_words(query[:1000]), self.message.rstrip()
-        # Weak models forget what they were only asked about.
-        if message.endswith(("?", "？", "؟")) and not asked <= key_words(message):
-            return "Nothing was forgotten: the user only asks. Ask what is meant."
+        unsaid = asked - key_words(message)
+        # Weak models forget what they were only asked about, or all that was listed.
+        if self.listed and unsaid == asked or unsaid and message.endswith(QUESTION):
+            return "Nothing was forgotten: the user did not name it. Ask what is meant."
 
         def forget(store: FactStore, _: list[Unlearned]) -> list[Any]:
             facts = store.state.facts.values()
@@ -2389,6 +2399,7 @@ class Turn:
             fits, _ = await self.memory.search(self.user, query, 5)
         if not fits:
             return "Nothing was forgotten: no fact fits."
+        self.listed = True
         which = [hint_line(fact["text"]) for fact in fits[:5]]
         return "\n".join(["Nothing was forgotten. Ask which is meant:", *which])
 
@@ -2406,6 +2417,9 @@ class Turn:
                 text += f"{day} user: {row['query'][:500]}\n"
                 text += f"{day} assistant: {row['response'][:500]}\n"
         return text
+
+
+QUESTION = ("?", "？", "؟")  # a question's end
 
 
 def rate_item(text: str, said_words: set[str]) -> tuple[float, str]:
