@@ -592,7 +592,7 @@ def around_history(history: list[Message], block: str) -> list[Message]:
     prompt = [said for said in history if said["role"] not in roles]
     if block:
         asked = [said for said in prompt if said["role"] == "user"][-1]
-        content, text = asked["content"], f"{block}\n\n"
+        content, text = asked.get("content") or "", f"{block}\n\n"
         parts = [{"type": "text", "text": text}, *content]
         asked["content"] = text + content if isinstance(content, str) else parts
     return [memory.message("system", "\n\n".join([SYSTEM, *own])), *prompt]

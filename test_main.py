@@ -3698,7 +3698,7 @@ def test_text_in_parts_is_text_and_stands_once_behind_or_in_the_hints(chat, mode
     assert parts == [IMAGE] and "I live in Rome." in block["text"]
     *_, turn = chat.turns(session=C)
     assert (turn["query"], turn["response"]) == ("", "A dog.")
-    complete(chat, "Hi!", user="ann")
+    complete(chat, [by("user")], user="ann")  # nor is one without content
     assert '""' not in hints(model.requests[-1])
     for turn in (chat.turns()[0], *only_turns(chat, "bob")):
         assert turn["query"] == "I like tea.\nWhat's this?"
