@@ -1202,12 +1202,10 @@ def admit(
             continue
         turn = said[-1]
         fact = shown[id] if isinstance(id, int) and 0 <= id < len(shown) else None
-        if operation.get("op") != "delete":
-            forms = statements(operation, fact, turn)
-        else:
-            near = (nearest or {}).get(turn.key, "")
-            gone = ended(turn.row["query"], fact, shown, near)
-            forms = [{"op": "delete", "id": gone}] if gone else []
+        forms = statements(operation, fact, turn)
+        near = (nearest or {}).get(turn.key)
+        if operation.get("op") == "delete" and fact and may_end(turn, fact, near):
+            forms = [{"op": "delete", "id": fact["id"]}]
         finals += [form | {"turn": turn} for form in forms]
     # The last turn counts. Within one, an update takes the place of a delete of the same
     # fact: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
@@ -1216,15 +1214,10 @@ def admit(
     return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
 
 
-def ended(query: str, fact: Row | None, shown: list[Row], near: str) -> str:
-    """Return the id of the fact that a query ends; "" if none or several may be meant."""
-    # That something was said does not prove that it bears on the fact.
-    words = key_words(query)
-    meant = [one["id"] for one in shown if key_words(one["text"]) & words]
-    if fact:
-        return fact["id"] if fact["id"] in [*meant, near] else ""
-    # A number that names no fact means the one that fits.
-    return meant[0] if len(meant) == 1 else ""
+def may_end(turn: Unlearned, fact: Row, near: str | None) -> bool:
+    """Tell whether a fact may go for what was said: that bears on it, or `near` is its id."""
+    words = key_words(turn.row["query"])
+    return fact["id"] == near or not words.isdisjoint(key_words(fact["text"]))
 
 
 def statements(
