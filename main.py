@@ -64,7 +64,7 @@ def setting(name: str, default: Value) -> Value:
         return text
     with suppress(ValueError):
         value = type(default)(text)
-        if value > 0 or value == 0 and name in MAY_BE_ZERO:
+        if 0 < value < math.inf or value == 0 and name in MAY_BE_ZERO:
             return value
     raise SystemExit(f"{name} must be a positive {type(default).__name__}: {text!r}")
 
@@ -727,9 +727,11 @@ def calls_in_text(text: str, functions: Container[str]) -> list[ToolCall]:
             item = item if isinstance(item, dict) else {}
             name = str(item.get("name"))
             given = item.get("arguments", item.get("parameters"))
-            if name not in functions or not isinstance(given, dict):
+            written = given if isinstance(given, str) else json.dumps(given)
+            known = name in functions and given is not None
+            if not known or parse_arguments(written) is None:
                 return []
-            calls.append(ToolCall(None, "", name, json.dumps(given)))
+            calls.append(ToolCall(None, "", name, written))
     return calls
 
 

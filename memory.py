@@ -1393,7 +1393,7 @@ UNFIT = re.compile(  # to be a fact: passing, or an instruction
     r"\b(?:is|feels?|was)(?: (?:so|very|really|just|still|currently|right now))* (?:tired|exhausted|hungry"
     r"|bored|busy|late|sick|sad|happy|stressed)(?:,? (?:today|tonight|(?:right )?now|at the moment|this \w+))*\W*$"
     r"|\b(?:wants|needs|craves) .*\b(?:right now|at the moment)\W*$"
-    r"|\b(?:is|are)(?: (?:just|still))* (?:at|in|on|waiting for) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
+    r"|\b(?:is|are)(?: (?:just|still|currently))* (?:at|in|on|waiting for) (?:(?:the|a|an) )?(?:airport|station|gym|bus|train"
     r"|plane|phone|meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)|\bis on (?:the|his|her|their) way\b|\bin \d+ minutes\W*$"
     r"|^(?:the )?user(?: has)? (?:(?:asks|asked|is asking|wonders|wants to know)\b"
     r"|(?:greet|thank|say)(?:s|ed)\b|said\b)"
