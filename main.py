@@ -522,8 +522,10 @@ class AgentRun:
         if written:
             self.take_back(reply)
         reply.calls = [] if choice == "none" else reply.calls or written
-        for call in reply.calls:  # Mistral's templates take no other ids
-            call.id = call.id or uuid.uuid4().hex[:9]
+        ids = Counter(call.id for call in reply.calls)
+        for call in reply.calls:
+            if not call.id or ids[call.id] > 1:
+                call.id = uuid.uuid4().hex[:9]  # Mistral's templates take no other
         reason = "tool_calls" if reply.calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else reason
         return reply

@@ -1631,8 +1631,7 @@ A senha do usuário é gato123 | Пароль пользователя qwerty12 
 Kullanıcının şifresi kedi1234 | उपयोगकर्ता का पासवर्ड kamal99 है | كلمة المرور للمستخدم هي amal2020
 User's verification code is 482 913 | Le code de vérification est 771204 | 用户的验证码是 558201 | User's alarm code is 2580
 User's key is sk-proj-Ab12Cd34Ef56Gh78Ij90 | User uses ghp_16C7e42F292c6912E7710c838347Ae178B4a
-User's AWS id is AKIAIOSFODNN7EXAMPLE | User's token: eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln
-User's key: -----BEGIN RSA PRIVATE KEY----- MIIEow
+User's AWS id is AKIAIOSFODNN7EXAMPLE | User's token: eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln | User's key: -----BEGIN RSA PRIVATE KEY----- MIIEow
 User's database is postgres://ann:s3cret@db/prod | User's card is 4111 1111 1111 1111
 IBAN des Nutzers: DE89 3704 0044 0532 0130 00 | User's SSN is 123-45-6789
 User's passport number is X1234567 | Die Passnummer des Nutzers ist C01X00T47
@@ -2441,6 +2440,7 @@ STREAMS = {
     "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}', ran(("tool-aa", *SUM))),
     "vllm llama3_json without a parser": written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
+    "one id for two calls": ('+ 0 aa calculate {"expression":"2+3"}\n+ 1 aa current_time {}\ntool_calls', ran(("new0", *SUM), ("new1", *NOW))),
     "arguments as text": written('{"name": "calculate", ', r'"arguments": "{\"expression\": \"2+3\"}"}'),
     "qwen, without the last bracket": written("```json [", f"{CALL} ```"),
     "mistral content as parts": ('{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop', said("Hel", "lo.")),
