@@ -2042,7 +2042,7 @@ def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary(
         return (len(messages) - 2) // 2, scores, messages[0]["content"]
 
     assert (fit(9000)[0], fit(1000)[0]) == (12, 6)
-    few, scores, system = fit(330)
+    few, scores, system = fit(342)
     assert few == 2 and "sum" in system
     assert 0 < len(scores) < 9 and scores == [*range(9 - len(scores), 9)]
     assert fit(220)[1:] == ([], "S")
