@@ -506,16 +506,10 @@ class AgentRun:
 
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        done, service = self.done, self.service
+        done = self.done
         done["rounds"] += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
-        reply = ReplyParser(self.emit, 4 * await service.context_tokens())
-        stream = service.chat.stream(request, self.request.options)
-        try:
-            async with aclosing(stream) as chunks:
-                await reply.read(chunks)
-        finally:  # a turn that is interrupted keeps what was said
-            done["response"] = reply.text
+        reply = await self.read_reply(request)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         done["usage"].update(counts)
         written = [] if reply.calls else calls_in_text(reply.text, self.functions)
@@ -529,6 +523,24 @@ class AgentRun:
         reason = "tool_calls" if reply.calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else reason
         return reply
+
+    async def read_reply(self, request: Json, tries: int = 2) -> "ReplyParser":
+        """Stream a reply; an endpoint that fails before its first token is asked again."""
+        room = 4 * await self.service.context_tokens()
+        reply = ReplyParser(self.emit, room)
+        stream = self.service.chat.stream(request, self.request.options)
+        try:
+            async with aclosing(stream) as chunks:
+                await reply.read(chunks)
+            return reply
+        except Failure as failure:
+            told = reply.room < room
+            if failure.code != "upstream_unavailable" or told or tries == 1:
+                raise
+        finally:  # a turn that is interrupted keeps what was said
+            self.done["response"] = reply.text
+        await asyncio.sleep(0.5)
+        return await self.read_reply(request, tries - 1)
 
     def take_back(self, reply: "ReplyParser") -> None:
         """Tell the client that the text of a round is no answer."""
@@ -799,7 +811,9 @@ class Endpoint:
             with self.noted():
                 return await self.http.request(method, f"{self.url}/{path}", **known)
         except Failure as failure:
-            if failure.code != "upstream_unavailable" or tries == 1:
+            # Who reads a stream knows whether it may be asked for again.
+            last = tries == 1 or body.get("stream")
+            if failure.code != "upstream_unavailable" or last:
                 raise
         await asyncio.sleep(0.5)
         return await self.request(path, body, timeout, tries - 1)

@@ -1379,7 +1379,7 @@ SECRET = re.compile(
     r"|\bbearer\s+[\w.~+/-]{16,}=*",
     re.IGNORECASE,
 )
-CARD = re.compile(r"(?<![\w.])[2-6](?:[ -]?\d){12,18}(?!\w)")
+CARD = re.compile(r"(?<![\w.])[2-6２-６](?:[ -]?[\d０-９]){12,18}(?!\w)", re.ASCII)
 IBAN = re.compile(
     r"\b[a-z]{2}\d\d ?[a-z\d]{4}(?: ?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b",
     re.IGNORECASE | re.ASCII,

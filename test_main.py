@@ -942,8 +942,8 @@ FAILURES = {  # what the endpoint does, how often it is asked, what its client i
     "too long": (refused(400, "This model's maximum context length is 8192 tokens."), 1, 400, "context_too_long"),
     "too long, llama.cpp's": (refused(400, "the request exceeds the available context size"), 1, 400, "context_too_long"),
     "elsewhere": ((307, {}, {"location": V1}), 2, 503, "upstream_unavailable"),
-    "breaks off": ([CUT], 1, 503, "upstream_unavailable"),
-    "ends without a word": ([], 1, 503, "upstream_unavailable"),
+    "breaks off": ([CUT], 2, 503, "upstream_unavailable"),
+    "ends without a word": ([], 2, 503, "upstream_unavailable"),
     "silence": ([WAIT], 1, 504, "upstream_timeout"),
 }  # fmt: skip
 
@@ -1661,7 +1661,7 @@ my passwords: ab12cd and ef34gh → my [removed] | my wifi pw: tr0ub4dor → my 
 the password for my grandmother's old safe up in Lyon is Hunter2 → the [removed]
 PIN: 4711, flight at 9 → [removed], flight at 9
 token ghp_16C7e42F292c6912E7710c838347Ae178B4a works → token [removed] works
-pay with 4111-1111-1111-1111 please → pay with [removed] please
+pay with 4111-1111-1111-1111 please → pay with [removed] please | 卡号是4111111111111111，好 → 卡号是[removed]，好 | カード４１１１１１１１１１１１１１１１です → カード[removed]です
 IBAN DE89370400440532013000 and my cat → IBAN [removed] and my cat | I love key lime pie → I love key lime pie
 The passphrase for my bank pin: 4321 horse staple → The [removed]
 Mein Passwort für die tan: 123456 Sommer → Mein [removed]
