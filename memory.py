@@ -1064,24 +1064,23 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass."""
-        op, id, facts = operation["op"], operation.get("id", ""), self.state.facts
-        if id not in facts and op == "update":  # deleted while the model was thinking
-            op = "add"
-        if op == "delete":
-            if id in facts:
+        facts, id = self.state.facts, operation.get("id", "")
+        there = id in facts  # no: an addition, or deleted while the model was thinking
+        if operation["op"] == "delete":
+            if there:
                 self.mem0.delete(id)
             return
         text, turn = operation["text"], operation["turn"]
         known, seen = find_duplicate(facts, text), turn.row["ended_at"]
         metadata = {"kind": operation["kind"], "importance": operation["importance"]}
         metadata |= {"source": turn.key, "last_seen_at": seen}
-        if known and (op == "add" or id != known["id"]):
+        if known and known["id"] != id:
             # Not by Mem0: its metadata update would make a row of history.
             often, seen = known["frequency"] + 1, max(seen, known["last_seen_at"])
             facts[known["id"]] = {**known, "frequency": often, "last_seen_at": seen}
-            if op == "update":
+            if there:
                 self.mem0.delete(id)  # of two facts that say the same one is left
-        elif op == "update":
+        elif there:
             self.mem0.update(id, text, metadata=metadata)
         else:
             metadata |= {"frequency": 1, "created_at": seen}
