@@ -38,7 +38,7 @@ import sqlite3
 import time
 import unicodedata
 import uuid
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -839,10 +839,9 @@ class User(UserFiles):
 
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
-        stamps = [file.stamp for file in self.files()]
-        stamps += self.fact_vectors.stamp, self.turn_vectors.stamp
+        files = [*self.files(), self.fact_vectors, self.turn_vectors]
         # A file that is not there has an object too.
-        return sum(2000 + (found[1] if found else 0) for found in stamps)
+        return sum(2000 + (file.stamp[1] if file.stamp else 0) for file in files)
 
     def vector_id(self, entry: Entry) -> int:
         """Return 63 bits: a vector never stands for others, and goes with its session."""
@@ -1809,7 +1808,7 @@ class Memory:
         self.embedder = Embedder(embed, settings, self.degraded)
         self.mem0 = open_mem0(self.folder)
         self.learner = Learner(self, complete)
-        self.users: OrderedDict[str, User] = OrderedDict()  # the latest used last
+        self.users: dict[str, User] = {}  # the latest used last
 
     async def open(self) -> None:
         """Take the folder, and go on learning what a crash or a stop left unlearned.
@@ -1849,7 +1848,7 @@ class Memory:
     def evict(self) -> None:
         """Forget who was away longest where too much is held."""
         held = sum(user.size for user in self.users.values())
-        for user in [*self.users.values()] if held > CACHE_BYTES else []:
+        for user in [*self.users.values()]:
             if held > CACHE_BYTES and not user.busy and not user.unsaved:
                 held -= user.size
                 del self.users[user.key]
