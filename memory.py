@@ -2343,25 +2343,18 @@ class Turn:
             turns += [turn.row for turn in self.unlearned]
             said = [row["query"] for row in turns] + [self.message]
             own = "\n".join(QUOTED.sub("", text) for text in said)
-            words, verdicts = key_words(own), []
+            words, verdicts, facts = key_words(own), [], store.state.facts
             for item in map(one_line, items[:20]):
                 score, reason = rate_item(item, words)
-                facts = store.state.facts
                 parts = split_names(absolute(item, row["ended_at"]))
                 new = [text for text in parts if not find_duplicate(facts, text)]
-                verdict = {
-                    "item": item,
-                    "score": round(score, 2),
-                    "accepted": not reason,
-                }
+                verdict = {"item": item, "score": round(score, 2), "reason": reason}
                 if not new:
-                    verdict |= {"accepted": True, "reason": "known already"}
-                elif reason:
-                    verdict |= {"reason": reason}
-                else:
+                    verdict["reason"] = "known already"
+                elif not reason:
                     for text in new:
                         store.apply(operation | {"text": text})
-                verdicts.append(verdict)
+                verdicts.append(verdict | {"accepted": not (new and reason)})
             return verdicts
 
         return await self.user.change(keep, self.state.id)
