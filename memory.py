@@ -165,7 +165,7 @@ class NoAnswer(Exception):
     """An endpoint cannot be reached, or fails: it is to be asked again later."""
 
 
-class RequestRefused(ValueError):
+class RequestRefused(NoAnswer):
     """The endpoint refuses a request itself, which it would again; raised by `complete`."""
 
 
@@ -2099,7 +2099,7 @@ class Learner:
             for each in troubles:
                 each.bad_answers += 1
             return []
-        except (RequestRefused, NoAnswer) as error:
+        except NoAnswer as error:
             new = "learning" not in degraded  # each waiting user tries again
             log.warning("no answer while learning: %r", error, exc_info=new)
             degraded.note("learning", failed=True)
@@ -2109,7 +2109,7 @@ class Learner:
                 return []
             if refused and self.totals["learned"]:
                 trouble.bad_answers += 1  # others are answered: it is this turn
-            raise NoAnswer from error
+            raise
         await self.apply(user, batch, operations)
         if trouble.bad_answers >= 3:  # it was not asked about again
             log.error("a turn gave three bad answers and counts as learned")
@@ -2134,7 +2134,7 @@ class Learner:
 
         Raises:
             BadAnswer: The answer is not the JSON that it should be.
-            RequestRefused, NoAnswer: There is none.
+            NoAnswer: There is none.
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
         shown, sizes = [], {"query": 500, "response": 500}
@@ -2203,17 +2203,17 @@ class Learner:
             summary = parse_answer(answer, "summary", str).strip()
             if not summary:
                 raise BadAnswer("an empty summary")
-        except (BadAnswer, RequestRefused, NoAnswer):  # verbatim till later
+        except (BadAnswer, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
         await user.run(user.summarize, session_id, old, cut(summary, 8000))
 
 
 async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
-    """Return a model's answer; RequestRefused, NoAnswer: there is none."""
+    """Return a model's answer; NoAnswer: there is none."""
     try:
         return await complete(messages, form)
-    except RequestRefused:
+    except NoAnswer:
         raise
     except Exception as error:  # whatever kept the endpoint from answering
         raise NoAnswer from error
