@@ -1905,34 +1905,6 @@ class Memory:
             raise ValueError("no score for each of the best")
         return sorted(ranked, key=lambda fact: -fact["score"])
 
-    async def offered(
-        self, user: User, state: State, batch: list[Unlearned], room: int
-    ) -> list[Row]:
-        """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts: list[Any] = [*state.facts.values()]
-        room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
-        if len(facts) == len(within_budget(facts[:200], room)):
-            return facts
-        each = await self.nearest(user, batch, 200)
-        # The best of each query before the second best of any
-        best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
-        found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
-        return within_budget([*found.values()][:200], room)
-
-    async def nearest(
-        self, user: User, batch: list[Unlearned], k: int, by_words: bool = True
-    ) -> list[list[Row]]:
-        """Return for each turn the k facts nearest to its query, by meaning and words."""
-        queries = [turn.row["query"] for turn in batch]
-        vectors = await self.embedder.vectors(queries)
-
-        def search() -> list[list[Row]]:
-            words = queries if by_words else [""] * len(queries)
-            pairs = zip(words, vectors, strict=True)
-            return [user.search_facts(*pair, k, cut=False) for pair in pairs]
-
-        return await user.run(search)
-
     # The user's own data
 
     async def facts(
@@ -2139,7 +2111,7 @@ class Learner:
         messages, room = learning_prompt(self.context_tokens, smaller)
         shown, sizes = [], {"query": 500, "response": 500}
         if smaller < 2:
-            shown = await self.memory.offered(user, state, batch, room // 4)
+            shown = await self.offered(user, state, batch, room // 4)
             # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
             sizes["query"] = max(500, room)
             sizes["response"] = max(300, min(1000, room // 3))
@@ -2152,10 +2124,38 @@ class Learner:
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
             # Nothing is found where fewer than three facts have a vector.
-            found = await self.memory.nearest(user, batch, 1, by_words=False)
+            found = await self.nearest(user, batch, 1, by_words=False)
             each = zip(batch, found, strict=True)
             nearest = {turn.key: facts[0]["id"] for turn, facts in each if facts}
         return await in_thread(admit, proposed, shown, batch, nearest)
+
+    async def offered(
+        self, user: User, state: State, batch: list[Unlearned], room: int
+    ) -> list[Row]:
+        """Return the facts a batch may touch: all if few, else those nearest to each query."""
+        facts: list[Any] = [*state.facts.values()]
+        room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
+        if len(facts) == len(within_budget(facts[:200], room)):
+            return facts
+        each = await self.nearest(user, batch, 200)
+        # The best of each query before the second best of any
+        best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
+        found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
+        return within_budget([*found.values()][:200], room)
+
+    async def nearest(
+        self, user: User, batch: list[Unlearned], k: int, by_words: bool = True
+    ) -> list[list[Row]]:
+        """Return for each turn the k facts nearest to its query, by meaning and words."""
+        queries = [turn.row["query"] for turn in batch]
+        vectors = await self.memory.embedder.vectors(queries)
+
+        def search() -> list[list[Row]]:
+            words = queries if by_words else [""] * len(queries)
+            pairs = zip(words, vectors, strict=True)
+            return [user.search_facts(*pair, k, cut=False) for pair in pairs]
+
+        return await user.run(search)
 
     async def apply(
         self, user: User, batch: list[Unlearned], operations: list[Operation]
