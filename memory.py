@@ -2111,7 +2111,7 @@ class Learner:
         messages, room = learning_prompt(self.context_tokens, smaller)
         shown, sizes = [], {"query": 500, "response": 500}
         if smaller < 2:
-            shown = await self.offered(user, state, batch, room // 4)
+            shown = await facts_to_show(self.memory, user, state, batch, room // 4)
             # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
             sizes["query"] = max(500, room)
             sizes["response"] = max(300, min(1000, room // 3))
@@ -2124,38 +2124,10 @@ class Learner:
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
             # Nothing is found where fewer than three facts have a vector.
-            found = await self.nearest(user, batch, 1, by_words=False)
+            found = await nearest_facts(self.memory, user, batch, 1, by_words=False)
             each = zip(batch, found, strict=True)
             nearest = {turn.key: facts[0]["id"] for turn, facts in each if facts}
         return await in_thread(admit, proposed, shown, batch, nearest)
-
-    async def offered(
-        self, user: User, state: State, batch: list[Unlearned], room: int
-    ) -> list[Row]:
-        """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts: list[Any] = [*state.facts.values()]
-        room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
-        if len(facts) == len(within_budget(facts[:200], room)):
-            return facts
-        each = await self.nearest(user, batch, 200)
-        # The best of each query before the second best of any
-        best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
-        found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
-        return within_budget([*found.values()][:200], room)
-
-    async def nearest(
-        self, user: User, batch: list[Unlearned], k: int, by_words: bool = True
-    ) -> list[list[Row]]:
-        """Return for each turn the k facts nearest to its query, by meaning and words."""
-        queries = [turn.row["query"] for turn in batch]
-        vectors = await self.memory.embedder.vectors(queries)
-
-        def search() -> list[list[Row]]:
-            words = queries if by_words else [""] * len(queries)
-            pairs = zip(words, vectors, strict=True)
-            return [user.search_facts(*pair, k, cut=False) for pair in pairs]
-
-        return await user.run(search)
 
     async def apply(
         self, user: User, batch: list[Unlearned], operations: list[Operation]
@@ -2217,6 +2189,36 @@ async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
         raise
     except Exception as error:  # whatever kept the endpoint from answering
         raise NoAnswer from error
+
+
+async def facts_to_show(
+    memory: Memory, user: User, state: State, batch: list[Unlearned], room: int
+) -> list[Row]:
+    """Return the facts a batch may touch: all if few, else those nearest to each query."""
+    facts: list[Any] = [*state.facts.values()]
+    room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
+    if len(facts) == len(within_budget(facts[:200], room)):
+        return facts
+    each = await nearest_facts(memory, user, batch, 200)
+    # The best of each query before the second best of any
+    best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
+    found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
+    return within_budget([*found.values()][:200], room)
+
+
+async def nearest_facts(
+    memory: Memory, user: User, batch: list[Unlearned], k: int, by_words: bool = True
+) -> list[list[Row]]:
+    """Return for each turn the k facts nearest to its query, by meaning and words."""
+    queries = [turn.row["query"] for turn in batch]
+    vectors = await memory.embedder.vectors(queries)
+
+    def search() -> list[list[Row]]:
+        words = queries if by_words else [""] * len(queries)
+        pairs = zip(words, vectors, strict=True)
+        return [user.search_facts(*pair, k, cut=False) for pair in pairs]
+
+    return await user.run(search)
 
 
 def find_markers(folder: Path) -> Counter[str]:
