@@ -289,8 +289,9 @@ class AtomicFile(Generic[Content]):
         return self.value
 
     def replace(self, content: bytes, value: Content) -> None:
-        self.stamp, self.value = None, self.empty  # writing may fail
-        replace_file(self.path, content)
+        replace_file(
+            self.path, content
+        )  # where it fails, the stamp tells what is there
         self.stamp, self.value = stamp(self.path), value
 
 
