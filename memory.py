@@ -1148,10 +1148,9 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 def same_fact(a: str, b: str) -> bool:
     """Tell whether two texts say the same but for inflection and little words."""
-    return content_words(a) == content_words(b) != []
+    return fact_words(a) == fact_words(b) != []
 
 
-@functools.lru_cache(maxsize=20_000)
 def content_words(text: str) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
     text = folded(text).replace("’", "'")
@@ -1161,6 +1160,10 @@ def content_words(text: str) -> list[str]:
     category = unicodedata.category
     kept = (c if category(c)[0] in "LMNS" or c in "#%" else " " for c in text)
     return [stem(word) for word in "".join(kept).split() if word not in LITTLE]
+
+
+# Kept, as all facts are compared with each new one; a query may be long.
+fact_words = functools.lru_cache(maxsize=20_000)(content_words)
 
 
 def stem(word: str) -> str:
@@ -1309,8 +1312,7 @@ QUOTED = re.compile(
 
 def key_words(text: str) -> set[str]:
     """Return the words by which two texts tell of the same; pairs of letters in Chinese."""
-    # Not by the cache: a query may be long.
-    words = content_words.__wrapped__(NO_MATTER.sub(" ", text))
+    words = content_words(NO_MATTER.sub(" ", text))
     return {piece for word in words for piece in pieces(word)} - STOP_STEMS
 
 
