@@ -584,8 +584,9 @@ class VectorFile(AtomicFile[dict[int, np.ndarray]]):
 #
 # Locks are taken in this order: `<user>/<session>` by a turn and `<user>/learn` by who
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
-# `<user>` takes no other. All of this section needs `<user>` held, locks nothing, and runs
-# in a thread, as it may wait for the disk.
+# `<user>` takes no other. `User.run` and `User.change` take it and call a function in a
+# thread, as it may wait for the disk. All else in this section is such a function, or is
+# called by one: it needs `<user>` held and locks nothing.
 
 
 @dataclass(frozen=True)
@@ -826,7 +827,8 @@ class User(UserFiles):
             state, waiting = self.load_unlearned()
             if id not in ("", state.id):
                 raise NotFound("user")
-            store = FactStore(self.memory.mem0, State.parse(state.tables()))
+            a_copy = State.parse(state.tables())  # what `load` gave is never changed
+            store = FactStore(self.memory.mem0, a_copy)
             result = function(store, waiting)
             self.write(store.state)
             return result
