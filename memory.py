@@ -2343,12 +2343,12 @@ class Turn:
     async def propose_memory(self, items: list[str]) -> list[Row]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
         row: Any = {"turn": self.number, "ended_at": now()}
-        operation = {"op": "add", "kind": "episodic", "importance": 0.5}
-        operation |= {"turn": Unlearned(self.session_id, row)}
+        turn = Unlearned(self.session_id, row)
+        operation = {"op": "add", "kind": "episodic", "importance": 0.5, "turn": turn}
 
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
             turns = self.user.turns_after(self.session_id, 0)
-            turns += [turn.row for turn in self.unlearned]
+            turns += [waiting.row for waiting in self.unlearned]
             said = [row["query"] for row in turns] + [self.message]
             own = "\n".join(QUOTED.sub("", text) for text in said)
             words, verdicts, facts = key_words(own), [], store.state.facts
