@@ -1298,8 +1298,8 @@ def is_said(evidence: Any, query: str) -> bool:
     rules says is no evidence, nor is what it only quotes.
     """
     said = letters(str(evidence or ""))
-    quoted = (said in letters(match[0]) for match in QUOTED.finditer(query))
-    if OVERRIDE.search(query) or any(quoted):
+    in_quotes = (said in letters(match[0]) for match in QUOTED.finditer(query))
+    if OVERRIDE.search(query) or any(in_quotes):
         return False
     # What the model was shown, and quotes, has no secrets.
     forms = [letters(query), letters(redact(query))]
@@ -2218,13 +2218,11 @@ async def nearest_facts(
     """Return for each turn the k facts nearest to its query, by meaning and words."""
     queries = [turn.row["query"] for turn in batch]
     vectors = await memory.embedder.vectors(queries)
-
-    def search() -> list[list[Row]]:
-        words = queries if by_words else [""] * len(queries)
-        pairs = zip(words, vectors, strict=True)
-        return [user.search_facts(*pair, k, cut=False) for pair in pairs]
-
-    return await user.run(search)
+    words = queries if by_words else [""] * len(queries)
+    pairs = list(zip(words, vectors, strict=True))
+    return await user.run(
+        lambda: [user.search_facts(*pair, k, cut=False) for pair in pairs]
+    )
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -2372,7 +2370,7 @@ class Turn:
         asked, message = key_words(query[:1000]), self.message.rstrip()
         unsaid = asked - key_words(message)
         # Weak models forget what they were only asked about, or all that was listed.
-        if self.listed and unsaid == asked or unsaid and message.endswith(QUESTION):
+        if (unsaid and message.endswith(QUESTION)) or (self.listed and unsaid == asked):
             return "Nothing was forgotten: the user did not name it. Ask what is meant."
 
         def forget(store: FactStore, _: list[Unlearned]) -> list[Any]:
