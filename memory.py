@@ -1648,7 +1648,7 @@ def line_tokens(text: str) -> int:
     return count_tokens(text) + 2
 
 
-def within_budget(facts: list[Row], budget: int) -> list[Row]:
+def within_budget(facts: list[Any], budget: int) -> list[Any]:
     """Return the first facts, as many as fit a number of tokens as lines of the hints."""
     for count, fact in enumerate(facts):
         budget -= line_tokens(fact["text"])
@@ -2200,10 +2200,11 @@ async def facts_to_show(
     memory: Memory, user: User, state: State, batch: list[Unlearned], room: int
 ) -> list[Row]:
     """Return the facts a batch may touch: all if few, else those nearest to each query."""
-    facts: list[Any] = [*state.facts.values()]
+    facts = [*state.facts.values()]
     room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
-    if len(facts) == len(within_budget(facts[:200], room)):
-        return facts
+    shown = within_budget(facts[:200], room)
+    if len(shown) == len(facts):
+        return shown
     each = await nearest_facts(memory, user, batch, 200)
     # The best of each query before the second best of any
     best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
@@ -2262,7 +2263,7 @@ class Turn:
                 said.append(cut(text, min(240, 3 * room - 9)))
                 room -= line_tokens(said[-1])
         budget = settings.hint_tokens - sum(map(line_tokens, said))
-        facts: list[Any] = [*self.state.facts.values()]
+        facts = [*self.state.facts.values()]
         if within_budget(facts, budget) == facts:
             chosen = scored(facts)
             degraded = [] if self.memory.embedder.embed else ["embeddings"]
