@@ -311,7 +311,7 @@ class AtomicStorage(AtomicFile[Rows], Storage):
     def write(self, data: Tables) -> None:
         # A third of the time that json takes, which counts at 200 turns
         content = pydantic_core.to_json(data)
-        self.replace(content, self.parse(content))  # unless it could not be read again
+        self.replace(content, self.parse(content))  # fails where it cannot be parsed
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -344,7 +344,7 @@ class Locks:
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self.owners = 0  # how many have it open
         self.holding = 0  # locks that are held
-        # Of its own: tools that hang must not keep turns from being saved.
+        # A pool of our own: tools that hang must not keep turns from being saved.
         self.disk = ThreadPoolExecutor(thread_name_prefix="disk")
 
     @classmethod
@@ -738,12 +738,12 @@ class UserFiles:
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
-        # Here alone: what ends later must not bring a deleted user back.
+        # The folder is made here alone: what ends later must not bring a deleted user back.
         if not self.folder.is_dir():
             self.folder.mkdir()
             fsync_folder(self.folder.parent)
         state = self.load(name)
-        if state.name != name:  # begun anew by who does not know it
+        if state.name != name:  # a file begun anew without a turn has none
             self.write(replace(state, name=name))
         state, waiting = self.load_unlearned()
         number = self.last_turn(session_id) + 1
@@ -756,7 +756,7 @@ class UserFiles:
             raise NotFound("user or session")
         if state.learned.get(session_id, 0) >= number:  # of a transcript that is gone
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
-        # First: a turn unmarked is never learned. Durable with the folder's next fsync.
+        # Before the turn, which is never learned without it. Durable with the next fsync.
         (self.folder / f"{session_id}.unlearned").touch()
         newest = self.storage(session_id)
         if len(newest.value.turns) >= FILE_TURNS:
@@ -850,7 +850,7 @@ class User(UserFiles):
         return sum(2000 + (file.stamp[1] if file.stamp else 0) for file in files)
 
     def vector_id(self, entry: Entry) -> int:
-        """Return 63 bits: a vector never stands for others, and goes with its session."""
+        """Return 63 bits of a hash: another text, model or session has another vector."""
         content = f"{self.memory.model}\0{entry.session_id}\0{entry.text}".encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -903,7 +903,7 @@ class User(UserFiles):
         return [entry for id, entry in wanted.items() if id not in vectors]
 
     def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
-        self.unsaved |= {self.vector_id(e): vectors[e] for e in vectors}
+        self.unsaved |= {self.vector_id(e): v for e, v in vectors.items()}
         self.fact_index = None
 
     def save_vectors(self) -> None:
@@ -919,7 +919,7 @@ class User(UserFiles):
 
     def erase(self, *patterns: str) -> None:
         """Unlink the files that match, for each pattern in turn."""
-        self.unsaved = self.vectors()  # what stays of them is written anew
+        self.unsaved = self.vectors()  # `save_vectors` writes those that stay
         for pattern in patterns:
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink()
@@ -1332,6 +1332,7 @@ NO_MATTER = re.compile(
 
 def letters(text: str) -> str:
     """Return the letters and digits of a text alone, in one form and case."""
+    # Twice: "ß" with an accent becomes "ss" with one, which NFKC then joins.
     return "".join(filter(str.isalnum, folded(folded(text))))
 
 
@@ -1962,7 +1963,7 @@ class Learner:
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         self.trouble: defaultdict[str, defaultdict[str, Trouble]]  # by user and turn
         self.trouble = defaultdict(lambda: defaultdict(Trouble))
-        self.pending: Counter[str] = Counter()  # turns, at first sessions, that wait
+        self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
 
     async def resume(self) -> None:
@@ -2064,6 +2065,7 @@ class Learner:
             del self.pending[user.key]
             return None
         batch, degraded = self.batch(user.key, waiting), self.memory.degraded
+        # A bad answer counts for each turn; a request is made smaller for the first.
         troubles = [self.trouble[user.key][turn.key] for turn in batch]
         trouble = troubles[0]
         operations: list[Operation] = []
@@ -2226,7 +2228,7 @@ async def nearest_facts(
 
 
 def find_markers(folder: Path) -> Counter[str]:
-    """Return how many sessions of each user have turns to learn; end deletions cut off."""
+    """Return how many sessions of each user have turns to learn; finish deletions cut off."""
     for deleted in folder.glob(".deleted-*"):
         shutil.rmtree(deleted, ignore_errors=True)
     # Not by pathlib, which fails where a folder is deleted meanwhile.
