@@ -1905,11 +1905,10 @@ class Memory:
         texts = [fact["text"] for fact in found]
         async with asyncio.timeout(self.settings.rerank_timeout):
             scores = dict(await self.rerank(query[:2000], texts, k))
-        ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
-        if len(ranked) < min(k, len(found)) or not all(
-            map(math.isfinite, scores.values())
-        ):
+        finite = all(map(math.isfinite, scores.values()))
+        if not finite or len(scores) < min(k, len(found)):
             raise ValueError("no score for each of the best")
+        ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
         return sorted(ranked, key=lambda fact: -fact["score"])
 
     # The user's own data
