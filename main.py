@@ -379,7 +379,6 @@ def plan(steps: list[str]) -> str:
 
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
-NOTHING_DONE = {"response": "", "rounds": 0, "usage": {}, "turn": 0}
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "I could not finish this within the rounds I have."
 # Silence, an empty list, an empty fence: what small models write after their tools, or
@@ -400,14 +399,18 @@ class AgentRun:
     tools: list[Json] = field(default_factory=list)  # calls and results
     seen: Counter[Any] = field(default_factory=Counter)  # names and arguments of calls
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
-    done: Json = field(default_factory=lambda: NOTHING_DONE | {"usage": Counter()})
+    response: str = ""  # the answer, or as much of it as there is
+    rounds: int = 0  # begun
+    finish_reason: str = ""
+    usage: Counter[str] = field(default_factory=Counter)  # summed over the rounds
+    client_calls: list[Json] = field(default_factory=list)  # of a client's own tools
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.events.emit(type, round=self.done["rounds"], **fields)
+        self.events.emit(type, round=self.rounds, **fields)
 
     async def run(self) -> Json:
         """Answer the message; save the turn, once, whatever becomes of it. Returns `done`."""
-        done, began = self.done, memory.now()
+        began = memory.now()
         status: Literal["complete", "interrupted", "error"] = "interrupted"
         try:
             await self.prepare()
@@ -418,17 +421,24 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if self.turn and not done.get("tool_calls"):
+            if self.turn and not self.client_calls:
                 await self.turn.save(
                     self.request.text,
-                    done["response"],
+                    self.response,
                     status,
                     reasoning_mode=self.request.reasoning,
-                    rounds=done["rounds"],
+                    rounds=self.rounds,
                     tools=self.tools,
                     started_at=began,
                 )
-        return done | {"usage": done["usage"] or None}
+        done = {
+            "response": self.response,
+            "turn": self.turn.number if self.turn else 0,
+            "rounds": self.rounds,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage or None,
+        }
+        return done | ({"tool_calls": self.client_calls} if self.client_calls else {})
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
@@ -437,7 +447,7 @@ class AgentRun:
             self.offer_tools()
         hints, pending = Hints([], [], []), 0
         if turn:
-            self.done["turn"], pending = turn.number, len(turn.unlearned)
+            pending = len(turn.unlearned)
             try:
                 said = map(text_of, history) if history else None
                 hints = await turn.hints(text, said)
@@ -476,10 +486,9 @@ class AgentRun:
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
-        done = self.done
         if "tools" in self.request.options:  # a client's own: what is called goes to it
             reply = await self.ask(None)
-            done["tool_calls"] = [call.as_message() for call in reply.calls]
+            self.client_calls = [call.as_message() for call in reply.calls]
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for number in range(1, MAX_ROUNDS + 1):
@@ -497,21 +506,20 @@ class AgentRun:
             if choice == "none" or not empty:
                 break
             choice = "none"
-        if capped and done["finish_reason"] == "stop" and number > 1:
-            done["finish_reason"] = "max_rounds"
+        if capped and self.finish_reason == "stop" and number > 1:
+            self.finish_reason = "max_rounds"
         if empty:
             good = [c["content"] for c in self.tools if c["ok"] and c["name"] != "plan"]
-            done["response"] = good[-1] if good else SORRY
-            self.emit("token", text=done["response"])
+            self.response = good[-1] if good else SORRY
+            self.emit("token", text=self.response)
 
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        done = self.done
-        done["rounds"] += 1
+        self.rounds += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
         reply = await self.read_reply(request)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        done["usage"].update(counts)
+        self.usage.update(counts)
         written = [] if reply.calls else calls_in_text(reply.text, self.functions)
         if written:
             self.take_back(reply)
@@ -521,7 +529,7 @@ class AgentRun:
             if not call.id or ids[call.id] > 1:
                 call.id = uuid.uuid4().hex[:9]  # Mistral's templates take no other
         reason = "tool_calls" if reply.calls else "stop"
-        done["finish_reason"] = "length" if reply.finish_reason == "length" else reason
+        self.finish_reason = "length" if reply.finish_reason == "length" else reason
         return reply
 
     async def read_reply(self, request: Json, tries: int = 2) -> "ReplyParser":
@@ -538,7 +546,7 @@ class AgentRun:
             if failure.code != "upstream_unavailable" or told or tries == 1:
                 raise
         finally:  # a turn that is interrupted keeps what was said
-            self.done["response"] = reply.text
+            self.response = reply.text
         await asyncio.sleep(0.5)
         return await self.read_reply(request, tries - 1)
 
@@ -546,7 +554,7 @@ class AgentRun:
         """Tell the client that the text of a round is no answer."""
         if reply.text:
             self.emit("thought", text=reply.text)
-        reply.text = self.done["response"] = ""
+        reply.text = self.response = ""
 
     async def run_calls(self, reply: "ReplyParser") -> None:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
@@ -561,7 +569,7 @@ class AgentRun:
         ]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = MAX_ROUNDS - self.done["rounds"]
+            left = MAX_ROUNDS - self.rounds
             told[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
         self.prompt["messages"] += [said, *told]
 
