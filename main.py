@@ -179,7 +179,7 @@ class TurnRequest:
     user: str = ""  # who asks; empty: not known
     session: str = ""  # empty: no memory is read or written
     reasoning: bool = False
-    history: list[Message] | None = None  # the client's; None: the transcript's
+    history: list[Message] = field(default_factory=list)  # empty: the transcript's
     options: Json = field(default_factory=dict)  # the client's, for the endpoint
 
 
@@ -456,16 +456,16 @@ class AgentRun:
                 hints.degraded.append("memory")
             degraded = self.service.memory.degraded
             degraded.note("memory", failed="memory" in hints.degraded)
-        if turn and history is None:
-            room = await self.service.context_tokens() * 3 // 4
-            room -= memory.count_tokens(json.dumps(self.prompt))
+        if turn and not history:
+            limit = await self.service.context_tokens() * 3 // 4
+            limit -= memory.count_tokens(json.dumps(self.prompt))
             try:
-                known = SYSTEM, turn.summary, turn.turns, hints, text, room
-                messages, hints = memory.fit_context(*known, MEMORY.history_turns)
+                parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
+                messages, hints = memory.fit_context(*parts, MEMORY.history_turns)
             except ValueError:
                 raise Failure("context_too_long") from None
         else:
-            messages = around_history(history or [], hints.block() if turn else "")
+            messages = around_history(history, hints.block() if turn else "")
         self.prompt["messages"] = messages
         shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
         self.events.emit("memory", **shown)
