@@ -801,46 +801,37 @@ class Endpoint:
             raise Failure(code, repr(error)) from error
 
     async def request(
-        self, path: str, body: Json, timeout: float, tries: int = 2
+        self, path: str, body: Json, patience: int
     ) -> aiohttp.ClientResponse:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
         By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
         httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
         """
-        if not self.key:
-            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
-        method, data = ("POST", to_json(body)) if body else ("GET", None)
-        silence = timeout or UPSTREAM_TIMEOUT
-        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
-        # A redirect would carry prompts elsewhere.
-        known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
-        try:
-            with self.noted():
-                return await self.http.request(method, f"{self.url}/{path}", **known)
-        except Failure as failure:
-            # Who reads a stream knows whether it may be asked for again.
-            last = tries == 1 or body.get("stream")
-            if failure.code != "upstream_unavailable" or last:
-                raise
-        await asyncio.sleep(0.5)
-        return await self.request(path, body, timeout, tries - 1)
+        silence = patience * UPSTREAM_TIMEOUT
+        return await self.http.request(
+            "POST" if body else "GET",
+            f"{self.url}/{path}",
+            data=to_json(body) if body else None,
+            timeout=aiohttp.ClientTimeout(sock_connect=5, sock_read=silence),
+            allow_redirects=False,  # one would carry prompts elsewhere
+        )
 
     async def send(
-        self, path: str, request: Json, given: Json, timeout: float = 0
+        self, path: str, request: Json, given: Json, patience: int = 1
     ) -> aiohttp.ClientResponse:
         """Send a request; where the endpoint's error names a part of it, without that.
 
         What works without a part is asked without it for ten minutes, of everybody; but
         not where `given`, a client's own part of the request, may be the reason. It may
-        be silent for `timeout` seconds, by default UPSTREAM_TIMEOUT. Raises Failure.
+        be silent for `patience` times UPSTREAM_TIMEOUT. Raises Failure.
         """
         now = time.monotonic()
         for part in PARTS:
             if now < self.unsupported.get(part, 0):
                 request = without(request, part)
         try:
-            return await self.request(path, request | given, timeout)
+            return await self.request(path, request | given, patience)
         except Failure as failure:
             said = failure.said.lower()
             named = [part for part, names in PARTS.items() if re.search(names, said)]
@@ -850,17 +841,27 @@ class Endpoint:
             part = next(sent, "")
             if not part or failure.code != "upstream_rejected":
                 raise
-        response = await self.send(path, without(request, part), given, timeout)
+        response = await self.send(path, without(request, part), given, patience)
         if not given:
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
             self.unsupported[part] = now + 600
         return response
 
-    async def ask(self, path: str, body: Json, timeout: float = 0) -> Any:
-        """Return the JSON of an answer. Raises Failure."""
-        with self.noted():
-            response = await self.send(path, body, {}, timeout)
-            return json.loads(await response.read())
+    async def ask(
+        self, path: str, body: Json, patience: int = 1, tries: int = 2
+    ) -> Any:
+        """Return the JSON of an answer; a server that fails is asked again. Raises Failure."""
+        if not self.key:
+            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
+        try:
+            with self.noted():
+                response = await self.send(path, body, {}, patience)
+                return json.loads(await response.read())
+        except Failure as failure:
+            if failure.code != "upstream_unavailable" or tries == 1:
+                raise
+        await asyncio.sleep(0.5)
+        return await self.ask(path, body, patience, tries - 1)
 
     async def look(self, max_age: float = 0) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
@@ -891,8 +892,13 @@ class Endpoint:
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
-        request |= {"model": await self.discover(), "stream": True}
-        request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
+        request = {
+            **request,
+            "model": await self.discover(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **CHAT_EXTRA_BODY,
+        }
         with self.noted():
             async with await self.send("chat/completions", request, given) as response:
                 async for line in response.content:
@@ -1079,8 +1085,7 @@ class Service:
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
         # Patiently: nobody waits for it.
-        patience = 5 * UPSTREAM_TIMEOUT
-        found = await self.chat.ask("chat/completions", request, patience)
+        found = await self.chat.ask("chat/completions", request, patience=5)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
