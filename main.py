@@ -833,14 +833,16 @@ class Endpoint:
         try:
             return await self.request(path, request | given, patience)
         except Failure as failure:
+            if failure.code != "upstream_rejected":
+                raise
             said = failure.said.lower()
             named = [part for part, names in PARTS.items() if re.search(names, said)]
-            if named and failure.code == "upstream_rejected":
+            if named:
                 failure.message += f" It speaks of {named[0]}."
-            sent = (part for part in named if without(request, part) != request)
-            part = next(sent, "")
-            if not part or failure.code != "upstream_rejected":
+            sent = [part for part in named if without(request, part) != request]
+            if not sent:
                 raise
+        part = sent[0]
         response = await self.send(path, without(request, part), given, patience)
         if not given:
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
