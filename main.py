@@ -54,12 +54,13 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Value = TypeVar("Value", int, float, str)
-MAY_BE_ZERO = ("HINT_TOKENS", "HINT_K", "SUMMARIES")
+MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
+env = os.environ.get
 
 
 def setting(name: str, default: Value) -> Value:
     """Return a setting from the environment, of the default's type; else end start-up."""
-    text = os.environ.get(name) or str(default)
+    text = env(name) or str(default)
     if isinstance(default, str):
         return text
     with suppress(ValueError):
@@ -71,13 +72,12 @@ def setting(name: str, default: Value) -> Value:
 
 def address(name: str) -> str:
     """Return the base URL of an endpoint from the environment; else end start-up."""
-    url = os.environ.get(name, "")
+    url = env(name, "")
     if not re.match(r"https?://[^/@]+(/|$)|$", url):
         raise SystemExit(f"{name} must be http://host/… or https://…, without password")
     return url
 
 
-env = os.environ.get
 API_KEY = env("API_KEY", "").strip()  # of this service; not set: open to all
 if env("API_KEY") and not API_KEY:
     raise SystemExit("API_KEY is blank: set it to a secret, or unset it")
@@ -96,11 +96,11 @@ RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-# 0: max_model_len, else 8192
-CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 1) if env("CONTEXT_TOKENS") else 0
+CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: the model's own, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
-tunable = asdict(memory.Settings()).items()
-MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in tunable})
+# Those of the memory, HINT_TOKENS and others: the fields of memory.Settings in capitals
+defaults = asdict(memory.Settings()).items()
+MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in defaults})
 try:
     CHAT_EXTRA_BODY = {**json.loads(env("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
@@ -111,7 +111,7 @@ try:
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_UNREAD = 1 << 19  # bytes of an answer that wait behind those being sent
+MAX_UNREAD = 1 << 19  # bytes that wait for a client, while as many are being sent
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds; as old may be what /health knows of the model's endpoint
