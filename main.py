@@ -974,21 +974,22 @@ class Service:
     """What is opened at start and closed at the end: endpoints, memory, running turns."""
 
     def __init__(self) -> None:
-        own = OPENAI_API_KEY, BASE_URL
-        self.chat = Endpoint(*own, CHAT_MODEL)
-        self.endpoints = {"CHAT_MODEL": self.chat}
+        self.chat = Endpoint(OPENAI_API_KEY, BASE_URL, CHAT_MODEL)
+        self.endpoints = {"CHAT_MODEL": self.chat}  # by the setting of the model
         embed = rerank = None
+        key, url = OPENAI_API_KEY, BASE_URL
         if EMBEDDING_BASE_URL:
-            own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
-        if own[0] and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
-            self.endpoints["EMBEDDING_MODEL"] = Endpoint(*own, EMBEDDING_MODEL)
+            key, url = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
+        if key and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
+            self.endpoints["EMBEDDING_MODEL"] = Endpoint(key, url, EMBEDDING_MODEL)
             embed = self.embed
         if RERANK_BASE_URL:
             reranker = Endpoint(RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL)
             self.endpoints["RERANK_MODEL"] = reranker
             rerank = self.rerank
-        known = embed, EMBEDDING_MODEL, rerank, MEMORY
-        self.memory = Memory(DATA_DIR, self.complete, *known)
+        self.memory = Memory(
+            DATA_DIR, self.complete, embed, EMBEDDING_MODEL, rerank, MEMORY
+        )
         self.running: list[EventStream] = []
 
     async def open(self) -> None:
