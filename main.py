@@ -22,13 +22,7 @@ import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
-from contextlib import (
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -221,7 +215,7 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
-    asked: TurnRequest
+    request: TurnRequest
     task: asyncio.Task[None]  # the turn
     started = False  # the status line is sent
     ended = False  # nothing more is emitted
@@ -344,14 +338,18 @@ def openai_error(status: int, message: str, code: str | None = None) -> Json:
 # --- The agent loop ---
 
 
-async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) -> None:
+async def run_turn(
+    service: "Service", request: TurnRequest, events: EventStream
+) -> None:
     """Run one turn to its `done` or `error`; what was said is written once it has begun."""
-    begin = service.memory.turn
+    # Of a turn that is cancelled; those below take its place.
     failure = Failure("upstream_unavailable", message="The turn was stopped.")
     try:
-        own = begin(asked.user, asked.session) if asked.session else nullcontext()
-        async with own as turn:
-            done = await AgentRun(service, turn, asked, events).run()
+        if request.session:
+            async with service.memory.turn(request.user, request.session) as turn:
+                done = await AgentRun(service, turn, request, events).run()
+        else:
+            done = await AgentRun(service, None, request, events).run()
         events.emit("done", **done)
     except Failure as error:
         log.warning("turn failed: %r", error)
@@ -365,7 +363,7 @@ async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) 
     except Exception:
         log.exception("a turn failed by our fault")
         failure = Failure("internal")
-    finally:  # does nothing behind `done`
+    finally:  # behind `done` nothing is emitted
         events.emit("error", code=failure.code, message=failure.message)
 
 
@@ -1026,21 +1024,22 @@ class Service:
         for endpoint in self.endpoints.values():
             await endpoint.http.close()
 
-    def begin(self, asked: TurnRequest, events: EventStream) -> EventStream:
+    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        own = [e.asked.session for e in self.running if e.asked.user == asked.user]
+        requests = [e.request for e in self.running]
+        sessions = [other.session for other in requests if other.user == request.user]
         if (
-            len(self.running) >= MAX_CONCURRENT_TURNS
-            or (asked.user and len(own) >= max(1, MAX_CONCURRENT_TURNS // 4))
-            or (asked.session and own.count(asked.session) > MAX_WAITING)
+            len(requests) >= MAX_CONCURRENT_TURNS
+            or (request.user and len(sessions) >= max(1, MAX_CONCURRENT_TURNS // 4))
+            or (request.session and sessions.count(request.session) > MAX_WAITING)
         ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        events.asked = asked
-        events.task = asyncio.create_task(run_turn(self, asked, events))
+        events.request = request
+        events.task = asyncio.create_task(run_turn(self, request, events))
         self.running.append(events)
         return events
 
