@@ -118,6 +118,7 @@ Call a tool when it gives a better answer than you can; do not call one for smal
 log = logging.getLogger("main")
 start_log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` shows
 Json = dict[str, Any]  # an object on the wire
+JSON_TYPE = "application/json"
 
 
 # --- What goes over the wire ---
@@ -198,9 +199,6 @@ class Failure(Exception):
 
 class RefusedRequest(Failure, memory.RequestRefused):
     """The endpoint works, and finds fault with the request itself."""
-
-
-JSON_TYPE = "application/json"
 
 
 def to_json(value: Any) -> bytes:
@@ -429,14 +427,14 @@ class AgentRun:
                     tools=self.tools,
                     started_at=began,
                 )
-        done = {
+        return {
             "response": self.response,
             "turn": self.turn.number if self.turn else 0,
             "rounds": self.rounds,
             "finish_reason": self.finish_reason,
             "usage": self.usage or None,
+            **({"tool_calls": self.client_calls} if self.client_calls else {}),
         }
-        return done | ({"tool_calls": self.client_calls} if self.client_calls else {})
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
@@ -847,21 +845,19 @@ class Endpoint:
             self.unsupported[part] = now + 600
         return response
 
-    async def ask(
-        self, path: str, body: Json, patience: int = 1, tries: int = 2
-    ) -> Any:
+    async def ask(self, path: str, body: Json, patience: int = 1) -> Any:
         """Return the JSON of an answer; a server that fails is asked again. Raises Failure."""
         if not self.key:
             raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
-        try:
-            with self.noted():
-                response = await self.send(path, body, {}, patience)
-                return json.loads(await response.read())
-        except Failure as failure:
-            if failure.code != "upstream_unavailable" or tries == 1:
-                raise
-        await asyncio.sleep(0.5)
-        return await self.ask(path, body, patience, tries - 1)
+        for last in (False, True):
+            try:
+                with self.noted():
+                    response = await self.send(path, body, {}, patience)
+                    return json.loads(await response.read())
+            except Failure as failure:
+                if failure.code != "upstream_unavailable" or last:
+                    raise
+            await asyncio.sleep(0.5)
 
     async def look(self, max_age: float = 0) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
@@ -892,13 +888,8 @@ class Endpoint:
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
-        request = {
-            **request,
-            "model": await self.discover(),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **CHAT_EXTRA_BODY,
-        }
+        request = {**request, "model": await self.discover(), "stream": True}
+        request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
         with self.noted():
             async with await self.send("chat/completions", request, given) as response:
                 async for line in response.content:
@@ -1187,9 +1178,6 @@ def is_own_host(hosts: list[str]) -> bool:
     return "." not in host or host.endswith(OWN_DOMAINS)
 
 
-SEND_JSON = "Send it with the header Content-Type: application/json"
-
-
 async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
     openai_face = request.scope["path"].startswith("/v1/")
@@ -1200,7 +1188,7 @@ async def on_error(request: Request, error: Any) -> Response:
             found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
             first, sent = found[0], request.headers.get("Content-Type", "")
             if first["loc"] == ("body",) and "json" not in sent:
-                first["msg"] = SEND_JSON
+                first["msg"] = "Send it with the header Content-Type: application/json"
             status, detail = 422, found
             if openai_face:
                 detail = f"{first['loc'][-1]}: {first['msg']}"
