@@ -197,7 +197,7 @@ class Failure(Exception):
         self.message = message or FAILURES[code][1]
 
 
-class RefusedRequest(Failure, memory.RequestRefused):
+class RejectedRequest(Failure, memory.RequestRefused):
     """The endpoint works, and finds fault with the request itself."""
 
 
@@ -300,17 +300,17 @@ class OpenAIStream(EventStream):
 
     def data(self, choices: list[Json], usage: Json | None = None) -> bytes:
         """Return a chunk, or without `stream` all of the answer."""
-        known = {"model": self.endpoint.model, "choices": choices, "usage": usage}
-        whole = to_json(self.about | known)
-        return b"data: %b\n\n" % whole if self.stream else whole
+        result = {"model": self.endpoint.model, "choices": choices, "usage": usage}
+        body = to_json(self.about | result)
+        return b"data: %b\n\n" % body if self.stream else body
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
         extra = {"tool_calls": calls} if calls else {}
         if not self.stream:
-            said = {"role": "assistant", "content": done["response"] or None} | extra
-            choice = {"index": 0, "message": said, "finish_reason": reason}
+            message = {"role": "assistant", "content": done["response"] or None} | extra
+            choice = {"index": 0, "message": message, "finish_reason": reason}
             return self.data([choice], done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
@@ -392,11 +392,11 @@ class AgentRun:
     events: EventStream
     functions: Json = field(default_factory=dict)  # on offer, by name
     prompt: Json = field(default_factory=dict)  # messages and tools
-    tools: list[Json] = field(default_factory=list)  # calls and results
+    tools: list[Json] = field(default_factory=list)  # calls with results, as saved
     seen: Counter[Any] = field(default_factory=Counter)  # names and arguments of calls
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
     response: str = ""  # the answer, or as much of it as there is
-    rounds: int = 0  # begun
+    rounds: int = 0  # requests made to the model
     finish_reason: str = ""
     usage: Counter[str] = field(default_factory=Counter)  # summed over the rounds
     client_calls: list[Json] = field(default_factory=list)  # of a client's own tools
@@ -530,16 +530,16 @@ class AgentRun:
 
     async def read_reply(self, request: Json, tries: int = 2) -> "ReplyParser":
         """Stream a reply; an endpoint that fails before its first token is asked again."""
-        room = 4 * await self.service.context_tokens()
-        reply = ReplyParser(self.emit, room)
+        max_bytes = 4 * await self.service.context_tokens()
+        reply = ReplyParser(self.emit, max_bytes)
         stream = self.service.chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
                 await reply.read(chunks)
             return reply
         except Failure as failure:
-            told = reply.room < room
-            if failure.code != "upstream_unavailable" or told or tries == 1:
+            begun = reply.room < max_bytes
+            if failure.code != "upstream_unavailable" or begun or tries == 1:
                 raise
         finally:  # a turn that is interrupted keeps what was said
             self.response = reply.text
@@ -554,38 +554,38 @@ class AgentRun:
 
     async def run_calls(self, reply: "ReplyParser") -> None:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
-        said: Json = {"role": "assistant", "content": reply.text or None}
+        message: Json = {"role": "assistant", "content": reply.text or None}
         self.take_back(reply)
         results = await asyncio.gather(*map(self.run_call, reply.calls))
         self.tools += results
-        said["tool_calls"] = [call.as_message() for call in reply.calls]
-        told = [
+        message["tool_calls"] = [call.as_message() for call in reply.calls]
+        answers = [
             {"role": "tool", "content": result["content"], "tool_call_id": call.id}
             for call, result in zip(reply.calls, results)
         ]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = MAX_ROUNDS - self.rounds
-            told[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
-        self.prompt["messages"] += [said, *told]
+            answers[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
+        self.prompt["messages"] += [message, *answers]
 
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
-        began, given = time.monotonic(), parse_arguments(call.text)
-        arguments, planning = given or {}, call.name == "plan"
+        began, name = time.monotonic(), call.name
+        parsed, planning = parse_arguments(call.arguments), name == "plan"
+        arguments = parsed or {}
         written = json.dumps(arguments, sort_keys=True)
-        same = call.name, call.text if given is None else written
+        key = name, call.arguments if parsed is None else written
         # In place of what was sent: malformed JSON in the messages is refused for ever.
-        call.text = written
+        call.arguments = written
         if not planning:
-            self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        functions = self.functions
-        self.seen[same] += 1
-        if self.seen[same] > 2:
+            self.emit("tool_call", id=call.id, name=name, arguments=arguments)
+        self.seen[key] += 1
+        if self.seen[key] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            ok, text = await tools.call_tool(functions, call.name, given, TOOL_TIMEOUT)
-        result = {"name": call.name, "ok": ok, "content": text}
+            ok, text = await tools.call_tool(self.functions, name, parsed, TOOL_TIMEOUT)
+        result = {"name": name, "ok": ok, "content": text}
         if not planning:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", id=call.id, **result, ms=ms)
@@ -623,10 +623,10 @@ class ToolCall:
     index: Any
     id: str
     name: str
-    text: str = ""  # of the arguments
+    arguments: str = ""  # JSON, as it was written
 
     def as_message(self) -> Json:
-        function = {"name": self.name, "arguments": self.text or "{}"}
+        function = {"name": self.name, "arguments": self.arguments or "{}"}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -641,8 +641,8 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    def __init__(self, emit: Callable[..., None], most: int):
-        self.emit, self.room = emit, most  # bytes of text, thinking and arguments
+    def __init__(self, emit: Callable[..., None], max_bytes: int):
+        self.emit, self.room = emit, max_bytes  # left for text, thinking, arguments
         self.text = self.held = self.finish_reason = ""
         self.thinking = False  # between <think> and </think>
         self.calls: list[ToolCall] = []
@@ -705,13 +705,13 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.room -= len(text)
-        same = [c for c in self.calls if None in (index, c.index) or index == c.index]
+        calls = [c for c in self.calls if None in (index, c.index) or index == c.index]
         # Some servers put every call under one index or under none, some repeat the name.
-        if name and not (id and same and id == same[-1].id):
-            same = [ToolCall(index, id, name)]
-            self.calls += same
-        if same:
-            same[-1].text += text
+        if name and not (id and calls and id == calls[-1].id):
+            calls = [ToolCall(index, id, name)]
+            self.calls += calls
+        if calls:
+            calls[-1].arguments += text
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -782,13 +782,13 @@ class Endpoint:
         self.looked, self.looking = -math.inf, asyncio.Lock()  # when last, in seconds
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting_health(self) -> Iterator[None]:
         """Note for /health how a request went; raise a Failure for whatever went wrong."""
         try:
             yield
             self.answers = True
         except Failure as failure:
-            self.answers = isinstance(failure, RefusedRequest)
+            self.answers = isinstance(failure, RejectedRequest)
             raise
         except Exception as error:  # of aiohttp, or an answer that is none
             self.answers = False
@@ -851,7 +851,7 @@ class Endpoint:
             raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
         for last in (False, True):
             try:
-                with self.noted():
+                with self.noting_health():
                     response = await self.send(path, body, {}, patience)
                     return json.loads(await response.read())
             except Failure as failure:
@@ -870,7 +870,7 @@ class Endpoint:
             if self.looked > asked - max_age:
                 return
             try:
-                with self.noted():
+                with self.noting_health():
                     found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                     self.sizes = {m["id"]: m.get("max_model_len") for m in found}
             finally:
@@ -890,7 +890,7 @@ class Endpoint:
         """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
         request = {**request, "model": await self.discover(), "stream": True}
         request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
-        with self.noted():
+        with self.noting_health():
             async with await self.send("chat/completions", request, given) as response:
                 async for line in response.content:
                     yield chunk_of(line)
@@ -941,7 +941,7 @@ async def raise_failure(answer: aiohttp.ClientResponse) -> None:
     if status in (400, 413, 422):
         too_long = TOO_LONG_SAID.search(said)
         code = "context_too_long" if too_long else "upstream_rejected"
-        raise RefusedRequest(code, said)
+        raise RejectedRequest(code, said)
     if status == 408:
         raise Failure("upstream_timeout", said)
     if 400 <= status < 500 and status != 429:
@@ -1383,8 +1383,8 @@ def check_routes(routes: list[Any]) -> None:
     """Raise RuntimeError for a route that anybody with any token could use."""
     checks = {owner, chat_body, completion_body, key_holder}
     for route in routes:
-        asked = {known.call for known in route.dependant.dependencies}
-        if route.path not in OPEN and not checks & asked:
+        used = {dependency.call for dependency in route.dependant.dependencies}
+        if route.path not in OPEN and not checks & used:
             raise RuntimeError(f"{route.path} does not check whose token it is")
 
 
