@@ -92,8 +92,7 @@ TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: the model's own, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
-# Those of the memory, HINT_TOKENS and others: the fields of memory.Settings in capitals
-defaults = asdict(memory.Settings()).items()
+defaults = asdict(memory.Settings()).items()  # hint_k is HINT_K, and so on
 MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in defaults})
 try:
     CHAT_EXTRA_BODY = {**json.loads(env("CHAT_EXTRA_BODY") or "{}")}
@@ -340,7 +339,6 @@ async def run_turn(
     service: "Service", request: TurnRequest, events: EventStream
 ) -> None:
     """Run one turn to its `done` or `error`; what was said is written once it has begun."""
-    # Of a turn that is cancelled; those below take its place.
     failure = Failure("upstream_unavailable", message="The turn was stopped.")
     try:
         if request.session:
@@ -361,7 +359,7 @@ async def run_turn(
     except Exception:
         log.exception("a turn failed by our fault")
         failure = Failure("internal")
-    finally:  # behind `done` nothing is emitted
+    finally:  # also where it was cancelled; behind `done` nothing is emitted
         events.emit("error", code=failure.code, message=failure.message)
 
 
@@ -445,8 +443,7 @@ class AgentRun:
         if turn:
             pending = len(turn.unlearned)
             try:
-                said = map(text_of, history) if history else None
-                hints = await turn.hints(text, said)
+                hints = await turn.hints(text, map(text_of, history))
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
