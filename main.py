@@ -22,13 +22,7 @@ import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator
-from contextlib import (
-    aclosing,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -54,12 +48,13 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Value = TypeVar("Value", int, float, str)
-MAY_BE_ZERO = ("HINT_TOKENS", "HINT_K", "SUMMARIES")
+MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
+env = os.environ.get
 
 
 def setting(name: str, default: Value) -> Value:
     """Return a setting from the environment, of the default's type; else end start-up."""
-    text = os.environ.get(name) or str(default)
+    text = env(name) or str(default)
     if isinstance(default, str):
         return text
     with suppress(ValueError):
@@ -71,13 +66,12 @@ def setting(name: str, default: Value) -> Value:
 
 def address(name: str) -> str:
     """Return the base URL of an endpoint from the environment; else end start-up."""
-    url = os.environ.get(name, "")
+    url = env(name, "")
     if not re.match(r"https?://[^/@]+(/|$)|$", url):
         raise SystemExit(f"{name} must be http://host/… or https://…, without password")
     return url
 
 
-env = os.environ.get
 API_KEY = env("API_KEY", "").strip()  # of this service; not set: open to all
 if env("API_KEY") and not API_KEY:
     raise SystemExit("API_KEY is blank: set it to a secret, or unset it")
@@ -96,11 +90,10 @@ RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-# 0: max_model_len, else 8192
-CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 1) if env("CONTEXT_TOKENS") else 0
+CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: the model's own, else 8192
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
-tunable = asdict(memory.Settings()).items()
-MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in tunable})
+defaults = asdict(memory.Settings()).items()  # hint_k is HINT_K, and so on
+MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in defaults})
 try:
     CHAT_EXTRA_BODY = {**json.loads(env("CHAT_EXTRA_BODY") or "{}")}
 except (ValueError, TypeError):
@@ -111,7 +104,7 @@ try:
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_UNREAD = 1 << 19  # bytes of an answer that wait behind those being sent
+MAX_UNREAD = 1 << 19  # bytes that wait for a client, while as many are being sent
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds; as old may be what /health knows of the model's endpoint
@@ -124,6 +117,7 @@ Call a tool when it gives a better answer than you can; do not call one for smal
 log = logging.getLogger("main")
 start_log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` shows
 Json = dict[str, Any]  # an object on the wire
+JSON_TYPE = "application/json"
 
 
 # --- What goes over the wire ---
@@ -179,7 +173,7 @@ class TurnRequest:
     user: str = ""  # who asks; empty: not known
     session: str = ""  # empty: no memory is read or written
     reasoning: bool = False
-    history: list[Message] | None = None  # the client's; None: the transcript's
+    history: list[Message] = field(default_factory=list)  # empty: the transcript's
     options: Json = field(default_factory=dict)  # the client's, for the endpoint
 
 
@@ -202,11 +196,8 @@ class Failure(Exception):
         self.message = message or FAILURES[code][1]
 
 
-class RefusedRequest(Failure, memory.RequestRefused):
+class RejectedRequest(Failure, memory.RequestRefused):
     """The endpoint works, and finds fault with the request itself."""
-
-
-JSON_TYPE = "application/json"
 
 
 def to_json(value: Any) -> bytes:
@@ -221,7 +212,7 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
-    asked: TurnRequest
+    request: TurnRequest
     task: asyncio.Task[None]  # the turn
     started = False  # the status line is sent
     ended = False  # nothing more is emitted
@@ -308,17 +299,17 @@ class OpenAIStream(EventStream):
 
     def data(self, choices: list[Json], usage: Json | None = None) -> bytes:
         """Return a chunk, or without `stream` all of the answer."""
-        known = {"model": self.endpoint.model, "choices": choices, "usage": usage}
-        whole = to_json(self.about | known)
-        return b"data: %b\n\n" % whole if self.stream else whole
+        result = {"model": self.endpoint.model, "choices": choices, "usage": usage}
+        body = to_json(self.about | result)
+        return b"data: %b\n\n" % body if self.stream else body
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
         extra = {"tool_calls": calls} if calls else {}
         if not self.stream:
-            said = {"role": "assistant", "content": done["response"] or None} | extra
-            choice = {"index": 0, "message": said, "finish_reason": reason}
+            message = {"role": "assistant", "content": done["response"] or None} | extra
+            choice = {"index": 0, "message": message, "finish_reason": reason}
             return self.data([choice], done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
@@ -344,14 +335,17 @@ def openai_error(status: int, message: str, code: str | None = None) -> Json:
 # --- The agent loop ---
 
 
-async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) -> None:
+async def run_turn(
+    service: "Service", request: TurnRequest, events: EventStream
+) -> None:
     """Run one turn to its `done` or `error`; what was said is written once it has begun."""
-    begin = service.memory.turn
     failure = Failure("upstream_unavailable", message="The turn was stopped.")
     try:
-        own = begin(asked.user, asked.session) if asked.session else nullcontext()
-        async with own as turn:
-            done = await AgentRun(service, turn, asked, events).run()
+        if request.session:
+            async with service.memory.turn(request.user, request.session) as turn:
+                done = await AgentRun(service, turn, request, events).run()
+        else:
+            done = await AgentRun(service, None, request, events).run()
         events.emit("done", **done)
     except Failure as error:
         log.warning("turn failed: %r", error)
@@ -365,7 +359,7 @@ async def run_turn(service: "Service", asked: TurnRequest, events: EventStream) 
     except Exception:
         log.exception("a turn failed by our fault")
         failure = Failure("internal")
-    finally:  # does nothing behind `done`
+    finally:  # also where it was cancelled; behind `done` nothing is emitted
         events.emit("error", code=failure.code, message=failure.message)
 
 
@@ -379,7 +373,6 @@ def plan(steps: list[str]) -> str:
 
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
-NOTHING_DONE = {"response": "", "rounds": 0, "usage": {}, "turn": 0}
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "I could not finish this within the rounds I have."
 # Silence, an empty list, an empty fence: what small models write after their tools, or
@@ -397,17 +390,21 @@ class AgentRun:
     events: EventStream
     functions: Json = field(default_factory=dict)  # on offer, by name
     prompt: Json = field(default_factory=dict)  # messages and tools
-    tools: list[Json] = field(default_factory=list)  # calls and results
+    tools: list[Json] = field(default_factory=list)  # calls with results, as saved
     seen: Counter[Any] = field(default_factory=Counter)  # names and arguments of calls
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
-    done: Json = field(default_factory=lambda: NOTHING_DONE | {"usage": Counter()})
+    response: str = ""  # the answer, or as much of it as there is
+    rounds: int = 0  # requests made to the model
+    finish_reason: str = ""
+    usage: Counter[str] = field(default_factory=Counter)  # summed over the rounds
+    client_calls: list[Json] = field(default_factory=list)  # of a client's own tools
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.events.emit(type, round=self.done["rounds"], **fields)
+        self.events.emit(type, round=self.rounds, **fields)
 
     async def run(self) -> Json:
         """Answer the message; save the turn, once, whatever becomes of it. Returns `done`."""
-        done, began = self.done, memory.now()
+        began = memory.now()
         status: Literal["complete", "interrupted", "error"] = "interrupted"
         try:
             await self.prepare()
@@ -418,17 +415,24 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if self.turn and not done.get("tool_calls"):
+            if self.turn and not self.client_calls:
                 await self.turn.save(
                     self.request.text,
-                    done["response"],
+                    self.response,
                     status,
                     reasoning_mode=self.request.reasoning,
-                    rounds=done["rounds"],
+                    rounds=self.rounds,
                     tools=self.tools,
                     started_at=began,
                 )
-        return done | {"usage": done["usage"] or None}
+        return {
+            "response": self.response,
+            "turn": self.turn.number if self.turn else 0,
+            "rounds": self.rounds,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage or None,
+            **({"tool_calls": self.client_calls} if self.client_calls else {}),
+        }
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
@@ -437,25 +441,24 @@ class AgentRun:
             self.offer_tools()
         hints, pending = Hints([], [], []), 0
         if turn:
-            self.done["turn"], pending = turn.number, len(turn.unlearned)
+            pending = len(turn.unlearned)
             try:
-                said = map(text_of, history) if history else None
-                hints = await turn.hints(text, said)
+                hints = await turn.hints(text, map(text_of, history))
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
             degraded = self.service.memory.degraded
             degraded.note("memory", failed="memory" in hints.degraded)
-        if turn and history is None:
-            room = await self.service.context_tokens() * 3 // 4
-            room -= memory.count_tokens(json.dumps(self.prompt))
+        if turn and not history:
+            limit = await self.service.context_tokens() * 3 // 4
+            limit -= memory.count_tokens(json.dumps(self.prompt))
             try:
-                known = SYSTEM, turn.summary, turn.turns, hints, text, room
-                messages, hints = memory.fit_context(*known, MEMORY.history_turns)
+                parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
+                messages, hints = memory.fit_context(*parts, MEMORY.history_turns)
             except ValueError:
                 raise Failure("context_too_long") from None
         else:
-            messages = around_history(history or [], hints.block() if turn else "")
+            messages = around_history(history, hints.block() if turn else "")
         self.prompt["messages"] = messages
         shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
         self.events.emit("memory", **shown)
@@ -476,10 +479,9 @@ class AgentRun:
         The last may not call tools, so there is always an answer. With reasoning (ReAct,
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
-        done = self.done
         if "tools" in self.request.options:  # a client's own: what is called goes to it
             reply = await self.ask(None)
-            done["tool_calls"] = [call.as_message() for call in reply.calls]
+            self.client_calls = [call.as_message() for call in reply.calls]
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for number in range(1, MAX_ROUNDS + 1):
@@ -497,21 +499,20 @@ class AgentRun:
             if choice == "none" or not empty:
                 break
             choice = "none"
-        if capped and done["finish_reason"] == "stop" and number > 1:
-            done["finish_reason"] = "max_rounds"
+        if capped and self.finish_reason == "stop" and number > 1:
+            self.finish_reason = "max_rounds"
         if empty:
             good = [c["content"] for c in self.tools if c["ok"] and c["name"] != "plan"]
-            done["response"] = good[-1] if good else SORRY
-            self.emit("token", text=done["response"])
+            self.response = good[-1] if good else SORRY
+            self.emit("token", text=self.response)
 
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        done = self.done
-        done["rounds"] += 1
+        self.rounds += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
         reply = await self.read_reply(request)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        done["usage"].update(counts)
+        self.usage.update(counts)
         written = [] if reply.calls else calls_in_text(reply.text, self.functions)
         if written:
             self.take_back(reply)
@@ -521,24 +522,24 @@ class AgentRun:
             if not call.id or ids[call.id] > 1:
                 call.id = uuid.uuid4().hex[:9]  # Mistral's templates take no other
         reason = "tool_calls" if reply.calls else "stop"
-        done["finish_reason"] = "length" if reply.finish_reason == "length" else reason
+        self.finish_reason = "length" if reply.finish_reason == "length" else reason
         return reply
 
     async def read_reply(self, request: Json, tries: int = 2) -> "ReplyParser":
         """Stream a reply; an endpoint that fails before its first token is asked again."""
-        room = 4 * await self.service.context_tokens()
-        reply = ReplyParser(self.emit, room)
+        max_bytes = 4 * await self.service.context_tokens()
+        reply = ReplyParser(self.emit, max_bytes)
         stream = self.service.chat.stream(request, self.request.options)
         try:
             async with aclosing(stream) as chunks:
                 await reply.read(chunks)
             return reply
         except Failure as failure:
-            told = reply.room < room
-            if failure.code != "upstream_unavailable" or told or tries == 1:
+            begun = reply.room < max_bytes
+            if failure.code != "upstream_unavailable" or begun or tries == 1:
                 raise
         finally:  # a turn that is interrupted keeps what was said
-            self.done["response"] = reply.text
+            self.response = reply.text
         await asyncio.sleep(0.5)
         return await self.read_reply(request, tries - 1)
 
@@ -546,42 +547,42 @@ class AgentRun:
         """Tell the client that the text of a round is no answer."""
         if reply.text:
             self.emit("thought", text=reply.text)
-        reply.text = self.done["response"] = ""
+        reply.text = self.response = ""
 
     async def run_calls(self, reply: "ReplyParser") -> None:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
-        said: Json = {"role": "assistant", "content": reply.text or None}
+        message: Json = {"role": "assistant", "content": reply.text or None}
         self.take_back(reply)
         results = await asyncio.gather(*map(self.run_call, reply.calls))
         self.tools += results
-        said["tool_calls"] = [call.as_message() for call in reply.calls]
-        told = [
+        message["tool_calls"] = [call.as_message() for call in reply.calls]
+        answers = [
             {"role": "tool", "content": result["content"], "tool_call_id": call.id}
             for call, result in zip(reply.calls, results)
         ]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = MAX_ROUNDS - self.done["rounds"]
-            told[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
-        self.prompt["messages"] += [said, *told]
+            left = MAX_ROUNDS - self.rounds
+            answers[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
+        self.prompt["messages"] += [message, *answers]
 
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
-        began, given = time.monotonic(), parse_arguments(call.text)
-        arguments, planning = given or {}, call.name == "plan"
+        began, name = time.monotonic(), call.name
+        parsed, planning = parse_arguments(call.arguments), name == "plan"
+        arguments = parsed or {}
         written = json.dumps(arguments, sort_keys=True)
-        same = call.name, call.text if given is None else written
+        key = name, call.arguments if parsed is None else written
         # In place of what was sent: malformed JSON in the messages is refused for ever.
-        call.text = written
+        call.arguments = written
         if not planning:
-            self.emit("tool_call", id=call.id, name=call.name, arguments=arguments)
-        functions = self.functions
-        self.seen[same] += 1
-        if self.seen[same] > 2:
+            self.emit("tool_call", id=call.id, name=name, arguments=arguments)
+        self.seen[key] += 1
+        if self.seen[key] > 2:
             ok, text = False, "Error: the same call was made twice already. Answer now."
         else:
-            ok, text = await tools.call_tool(functions, call.name, given, TOOL_TIMEOUT)
-        result = {"name": call.name, "ok": ok, "content": text}
+            ok, text = await tools.call_tool(self.functions, name, parsed, TOOL_TIMEOUT)
+        result = {"name": name, "ok": ok, "content": text}
         if not planning:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", id=call.id, **result, ms=ms)
@@ -619,10 +620,10 @@ class ToolCall:
     index: Any
     id: str
     name: str
-    text: str = ""  # of the arguments
+    arguments: str = ""  # JSON, as it was written
 
     def as_message(self) -> Json:
-        function = {"name": self.name, "arguments": self.text or "{}"}
+        function = {"name": self.name, "arguments": self.arguments or "{}"}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -637,8 +638,8 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    def __init__(self, emit: Callable[..., None], most: int):
-        self.emit, self.room = emit, most  # bytes of text, thinking and arguments
+    def __init__(self, emit: Callable[..., None], max_bytes: int):
+        self.emit, self.room = emit, max_bytes  # left for text, thinking, arguments
         self.text = self.held = self.finish_reason = ""
         self.thinking = False  # between <think> and </think>
         self.calls: list[ToolCall] = []
@@ -701,13 +702,13 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.room -= len(text)
-        same = [c for c in self.calls if None in (index, c.index) or index == c.index]
+        calls = [c for c in self.calls if None in (index, c.index) or index == c.index]
         # Some servers put every call under one index or under none, some repeat the name.
-        if name and not (id and same and id == same[-1].id):
-            same = [ToolCall(index, id, name)]
-            self.calls += same
-        if same:
-            same[-1].text += text
+        if name and not (id and calls and id == calls[-1].id):
+            calls = [ToolCall(index, id, name)]
+            self.calls += calls
+        if calls:
+            calls[-1].arguments += text
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -778,13 +779,13 @@ class Endpoint:
         self.looked, self.looking = -math.inf, asyncio.Lock()  # when last, in seconds
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting_health(self) -> Iterator[None]:
         """Note for /health how a request went; raise a Failure for whatever went wrong."""
         try:
             yield
             self.answers = True
         except Failure as failure:
-            self.answers = isinstance(failure, RefusedRequest)
+            self.answers = isinstance(failure, RejectedRequest)
             raise
         except Exception as error:  # of aiohttp, or an answer that is none
             self.answers = False
@@ -793,66 +794,67 @@ class Endpoint:
             raise Failure(code, repr(error)) from error
 
     async def request(
-        self, path: str, body: Json, timeout: float, tries: int = 2
+        self, path: str, body: Json, patience: int
     ) -> aiohttp.ClientResponse:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
         By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
         httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
         """
-        if not self.key:
-            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
-        method, data = ("POST", to_json(body)) if body else ("GET", None)
-        silence = timeout or UPSTREAM_TIMEOUT
-        limits = aiohttp.ClientTimeout(sock_connect=5, sock_read=silence)
-        # A redirect would carry prompts elsewhere.
-        known: Json = {"data": data, "timeout": limits, "allow_redirects": False}
-        try:
-            with self.noted():
-                return await self.http.request(method, f"{self.url}/{path}", **known)
-        except Failure as failure:
-            # Who reads a stream knows whether it may be asked for again.
-            last = tries == 1 or body.get("stream")
-            if failure.code != "upstream_unavailable" or last:
-                raise
-        await asyncio.sleep(0.5)
-        return await self.request(path, body, timeout, tries - 1)
+        silence = patience * UPSTREAM_TIMEOUT
+        return await self.http.request(
+            "POST" if body else "GET",
+            f"{self.url}/{path}",
+            data=to_json(body) if body else None,
+            timeout=aiohttp.ClientTimeout(sock_connect=5, sock_read=silence),
+            allow_redirects=False,  # one would carry prompts elsewhere
+        )
 
     async def send(
-        self, path: str, request: Json, given: Json, timeout: float = 0
+        self, path: str, request: Json, given: Json, patience: int = 1
     ) -> aiohttp.ClientResponse:
         """Send a request; where the endpoint's error names a part of it, without that.
 
         What works without a part is asked without it for ten minutes, of everybody; but
         not where `given`, a client's own part of the request, may be the reason. It may
-        be silent for `timeout` seconds, by default UPSTREAM_TIMEOUT. Raises Failure.
+        be silent for `patience` times UPSTREAM_TIMEOUT. Raises Failure.
         """
         now = time.monotonic()
         for part in PARTS:
             if now < self.unsupported.get(part, 0):
                 request = without(request, part)
         try:
-            return await self.request(path, request | given, timeout)
+            return await self.request(path, request | given, patience)
         except Failure as failure:
+            if failure.code != "upstream_rejected":
+                raise
             said = failure.said.lower()
             named = [part for part, names in PARTS.items() if re.search(names, said)]
-            if named and failure.code == "upstream_rejected":
+            if named:
                 failure.message += f" It speaks of {named[0]}."
-            sent = (part for part in named if without(request, part) != request)
-            part = next(sent, "")
-            if not part or failure.code != "upstream_rejected":
+            sent = [part for part in named if without(request, part) != request]
+            if not sent:
                 raise
-        response = await self.send(path, without(request, part), given, timeout)
+        part = sent[0]
+        response = await self.send(path, without(request, part), given, patience)
         if not given:
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
             self.unsupported[part] = now + 600
         return response
 
-    async def ask(self, path: str, body: Json, timeout: float = 0) -> Any:
-        """Return the JSON of an answer. Raises Failure."""
-        with self.noted():
-            response = await self.send(path, body, {}, timeout)
-            return json.loads(await response.read())
+    async def ask(self, path: str, body: Json, patience: int = 1) -> Any:
+        """Return the JSON of an answer; a server that fails is asked again. Raises Failure."""
+        if not self.key:
+            raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
+        for last in (False, True):
+            try:
+                with self.noting_health():
+                    response = await self.send(path, body, {}, patience)
+                    return json.loads(await response.read())
+            except Failure as failure:
+                if failure.code != "upstream_unavailable" or last:
+                    raise
+            await asyncio.sleep(0.5)
 
     async def look(self, max_age: float = 0) -> None:
         """Look at the models there, for a name, unless one is set, and the context's size.
@@ -865,7 +867,7 @@ class Endpoint:
             if self.looked > asked - max_age:
                 return
             try:
-                with self.noted():
+                with self.noting_health():
                     found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                     self.sizes = {m["id"]: m.get("max_model_len") for m in found}
             finally:
@@ -883,9 +885,9 @@ class Endpoint:
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
-        request |= {"model": await self.discover(), "stream": True}
+        request = {**request, "model": await self.discover(), "stream": True}
         request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
-        with self.noted():
+        with self.noting_health():
             async with await self.send("chat/completions", request, given) as response:
                 async for line in response.content:
                     yield chunk_of(line)
@@ -936,7 +938,7 @@ async def raise_failure(answer: aiohttp.ClientResponse) -> None:
     if status in (400, 413, 422):
         too_long = TOO_LONG_SAID.search(said)
         code = "context_too_long" if too_long else "upstream_rejected"
-        raise RefusedRequest(code, said)
+        raise RejectedRequest(code, said)
     if status == 408:
         raise Failure("upstream_timeout", said)
     if 400 <= status < 500 and status != 429:
@@ -958,21 +960,22 @@ class Service:
     """What is opened at start and closed at the end: endpoints, memory, running turns."""
 
     def __init__(self) -> None:
-        own = OPENAI_API_KEY, BASE_URL
-        self.chat = Endpoint(*own, CHAT_MODEL)
-        self.endpoints = {"CHAT_MODEL": self.chat}
+        self.chat = Endpoint(OPENAI_API_KEY, BASE_URL, CHAT_MODEL)
+        self.endpoints = {"CHAT_MODEL": self.chat}  # by the setting of the model
         embed = rerank = None
+        key, url = OPENAI_API_KEY, BASE_URL
         if EMBEDDING_BASE_URL:
-            own = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
-        if own[0] and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
-            self.endpoints["EMBEDDING_MODEL"] = Endpoint(*own, EMBEDDING_MODEL)
+            key, url = EMBEDDING_API_KEY, EMBEDDING_BASE_URL
+        if key and (EMBEDDING_BASE_URL or EMBEDDING_MODEL):
+            self.endpoints["EMBEDDING_MODEL"] = Endpoint(key, url, EMBEDDING_MODEL)
             embed = self.embed
         if RERANK_BASE_URL:
             reranker = Endpoint(RERANK_API_KEY, RERANK_BASE_URL, RERANK_MODEL)
             self.endpoints["RERANK_MODEL"] = reranker
             rerank = self.rerank
-        known = embed, EMBEDDING_MODEL, rerank, MEMORY
-        self.memory = Memory(DATA_DIR, self.complete, *known)
+        self.memory = Memory(
+            DATA_DIR, self.complete, embed, EMBEDDING_MODEL, rerank, MEMORY
+        )
         self.running: list[EventStream] = []
 
     async def open(self) -> None:
@@ -1009,21 +1012,22 @@ class Service:
         for endpoint in self.endpoints.values():
             await endpoint.http.close()
 
-    def begin(self, asked: TurnRequest, events: EventStream) -> EventStream:
+    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure("upstream_unavailable", message=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        own = [e.asked.session for e in self.running if e.asked.user == asked.user]
+        requests = [e.request for e in self.running]
+        sessions = [other.session for other in requests if other.user == request.user]
         if (
-            len(self.running) >= MAX_CONCURRENT_TURNS
-            or (asked.user and len(own) >= max(1, MAX_CONCURRENT_TURNS // 4))
-            or (asked.session and own.count(asked.session) > MAX_WAITING)
+            len(requests) >= MAX_CONCURRENT_TURNS
+            or (request.user and len(sessions) >= max(1, MAX_CONCURRENT_TURNS // 4))
+            or (request.session and sessions.count(request.session) > MAX_WAITING)
         ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        events.asked = asked
-        events.task = asyncio.create_task(run_turn(self, asked, events))
+        events.request = request
+        events.task = asyncio.create_task(run_turn(self, request, events))
         self.running.append(events)
         return events
 
@@ -1071,8 +1075,7 @@ class Service:
         if switches := CHAT_EXTRA_BODY.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
         # Patiently: nobody waits for it.
-        patience = 5 * UPSTREAM_TIMEOUT
-        found = await self.chat.ask("chat/completions", request, patience)
+        found = await self.chat.ask("chat/completions", request, patience=5)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -1172,9 +1175,6 @@ def is_own_host(hosts: list[str]) -> bool:
     return "." not in host or host.endswith(OWN_DOMAINS)
 
 
-SEND_JSON = "Send it with the header Content-Type: application/json"
-
-
 async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
     openai_face = request.scope["path"].startswith("/v1/")
@@ -1185,7 +1185,7 @@ async def on_error(request: Request, error: Any) -> Response:
             found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
             first, sent = found[0], request.headers.get("Content-Type", "")
             if first["loc"] == ("body",) and "json" not in sent:
-                first["msg"] = SEND_JSON
+                first["msg"] = "Send it with the header Content-Type: application/json"
             status, detail = 422, found
             if openai_face:
                 detail = f"{first['loc'][-1]}: {first['msg']}"
@@ -1380,8 +1380,8 @@ def check_routes(routes: list[Any]) -> None:
     """Raise RuntimeError for a route that anybody with any token could use."""
     checks = {owner, chat_body, completion_body, key_holder}
     for route in routes:
-        asked = {known.call for known in route.dependant.dependencies}
-        if route.path not in OPEN and not checks & asked:
+        used = {dependency.call for dependency in route.dependant.dependencies}
+        if route.path not in OPEN and not checks & used:
             raise RuntimeError(f"{route.path} does not check whose token it is")
 
 

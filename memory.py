@@ -2248,14 +2248,14 @@ class Turn:
         self.message = ""  # of the user, in this turn
         self.listed = False  # facts, for the user to say which is to be forgotten
 
-    async def hints(self, message: str, history: Iterable[str] | None = None) -> Hints:
+    async def hints(self, message: str, history: Iterable[str] = ()) -> Hints:
         """Return what the user's memory has to say to a message.
 
         All facts where they fit `hint_tokens`, without any call; else the profile in at
         most half of it, and what retrieval finds, after one embedding call.
 
         Args:
-            history: What else stands before the model, where that is not the transcript.
+            history: What else stands before the model; empty: the transcript does.
         """
         self.message, settings = message, self.memory.settings
         said, room = [], settings.hint_tokens // 3
@@ -2279,9 +2279,9 @@ class Turn:
         shown = [{name: fact[name] for name in names} for fact in chosen]
         return Hints(shown, said, degraded)
 
-    def just_said(self, history: Iterable[str] | None) -> list[str]:
+    def just_said(self, history: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
-        shown = {row["query"] for row in self.turns} if history is None else {*history}
+        shown = {*history} or {row["query"] for row in self.turns}
         said = [turn.row["query"] for turn in reversed(self.unlearned)]
         new = [query for query in said if query and query not in shown]
         return [quoted(query[:1000]) for query in new]
@@ -2336,7 +2336,7 @@ class Turn:
         k = max(1, min(k, 20))
         found, _ = await self.memory.search(self.user, query, k)
         lines = [hint_line(fact["text"]) for fact in found]
-        lines += [f'- just said: "{text}"' for text in self.just_said(None)[:k]]
+        lines += [f'- just said: "{text}"' for text in self.just_said()[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
     async def propose_memory(self, items: list[str]) -> list[Row]:
