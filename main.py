@@ -48,7 +48,7 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Value = TypeVar("Value", int, float, str)
-MAY_BE_ZERO = ("CONTEXT_TOKENS", "HINT_TOKENS", "HINT_K", "SUMMARIES")
+MAY_BE_ZERO = ("HINT_TOKENS", "HINT_K", "SUMMARIES")
 env = os.environ.get
 
 
@@ -90,7 +90,8 @@ RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 0)  # 0: the model's own, else 8192
+# Unset, 0: the model's own, else 8192
+CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 1) if env("CONTEXT_TOKENS") else 0
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
 defaults = asdict(memory.Settings()).items()  # hint_k is HINT_K, and so on
 MEMORY = memory.Settings(**{name: setting(name.upper(), n) for name, n in defaults})
@@ -381,6 +382,17 @@ NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 @dataclass
+class TurnResult:
+    """What a turn has come to."""
+
+    response: str = ""  # the answer, or as much of it as there is
+    rounds: int = 0  # requests made to the model
+    finish_reason: str = ""
+    usage: Counter[str] = field(default_factory=Counter)  # summed over the rounds
+    client_calls: list[Json] = field(default_factory=list)  # of a client's own tools
+
+
+@dataclass
 class AgentRun:
     """One turn's rounds with the model."""
 
@@ -393,18 +405,14 @@ class AgentRun:
     tools: list[Json] = field(default_factory=list)  # calls with results, as saved
     seen: Counter[Any] = field(default_factory=Counter)  # names and arguments of calls
     steps: list[str] = field(default_factory=list)  # of the plan, as it stands
-    response: str = ""  # the answer, or as much of it as there is
-    rounds: int = 0  # requests made to the model
-    finish_reason: str = ""
-    usage: Counter[str] = field(default_factory=Counter)  # summed over the rounds
-    client_calls: list[Json] = field(default_factory=list)  # of a client's own tools
+    result: TurnResult = field(default_factory=TurnResult)
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.events.emit(type, round=self.rounds, **fields)
+        self.events.emit(type, round=self.result.rounds, **fields)
 
     async def run(self) -> Json:
         """Answer the message; save the turn, once, whatever becomes of it. Returns `done`."""
-        began = memory.now()
+        result, began = self.result, memory.now()
         status: Literal["complete", "interrupted", "error"] = "interrupted"
         try:
             await self.prepare()
@@ -415,24 +423,26 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if self.turn and not self.client_calls:
+            if self.turn and not result.client_calls:
                 await self.turn.save(
                     self.request.text,
-                    self.response,
+                    result.response,
                     status,
                     reasoning_mode=self.request.reasoning,
-                    rounds=self.rounds,
+                    rounds=result.rounds,
                     tools=self.tools,
                     started_at=began,
                 )
-        return {
-            "response": self.response,
+        done = {
+            "response": result.response,
             "turn": self.turn.number if self.turn else 0,
-            "rounds": self.rounds,
-            "finish_reason": self.finish_reason,
-            "usage": self.usage or None,
-            **({"tool_calls": self.client_calls} if self.client_calls else {}),
+            "rounds": result.rounds,
+            "finish_reason": result.finish_reason,
+            "usage": result.usage or None,
         }
+        return done | (
+            {"tool_calls": result.client_calls} if result.client_calls else {}
+        )
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
@@ -481,7 +491,7 @@ class AgentRun:
         """
         if "tools" in self.request.options:  # a client's own: what is called goes to it
             reply = await self.ask(None)
-            self.client_calls = [call.as_message() for call in reply.calls]
+            self.result.client_calls = [call.as_message() for call in reply.calls]
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for number in range(1, MAX_ROUNDS + 1):
@@ -499,20 +509,20 @@ class AgentRun:
             if choice == "none" or not empty:
                 break
             choice = "none"
-        if capped and self.finish_reason == "stop" and number > 1:
-            self.finish_reason = "max_rounds"
+        if capped and self.result.finish_reason == "stop" and number > 1:
+            self.result.finish_reason = "max_rounds"
         if empty:
             good = [c["content"] for c in self.tools if c["ok"] and c["name"] != "plan"]
-            self.response = good[-1] if good else SORRY
-            self.emit("token", text=self.response)
+            self.result.response = good[-1] if good else SORRY
+            self.emit("token", text=self.result.response)
 
     async def ask(self, choice: Any) -> "ReplyParser":
         """Ask the model once, with a `tool_choice`, and stream what it says."""
-        self.rounds += 1
+        self.result.rounds += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
         reply = await self.read_reply(request)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        self.usage.update(counts)
+        self.result.usage.update(counts)
         written = [] if reply.calls else calls_in_text(reply.text, self.functions)
         if written:
             self.take_back(reply)
@@ -522,7 +532,9 @@ class AgentRun:
             if not call.id or ids[call.id] > 1:
                 call.id = uuid.uuid4().hex[:9]  # Mistral's templates take no other
         reason = "tool_calls" if reply.calls else "stop"
-        self.finish_reason = "length" if reply.finish_reason == "length" else reason
+        if reply.finish_reason == "length":
+            reason = "length"
+        self.result.finish_reason = reason
         return reply
 
     async def read_reply(self, request: Json, tries: int = 2) -> "ReplyParser":
@@ -539,7 +551,7 @@ class AgentRun:
             if failure.code != "upstream_unavailable" or begun or tries == 1:
                 raise
         finally:  # a turn that is interrupted keeps what was said
-            self.response = reply.text
+            self.result.response = reply.text
         await asyncio.sleep(0.5)
         return await self.read_reply(request, tries - 1)
 
@@ -547,7 +559,7 @@ class AgentRun:
         """Tell the client that the text of a round is no answer."""
         if reply.text:
             self.emit("thought", text=reply.text)
-        reply.text = self.response = ""
+        reply.text = self.result.response = ""
 
     async def run_calls(self, reply: "ReplyParser") -> None:
         """Run what a reply calls, at the same time; append it and the results to the messages."""
@@ -562,7 +574,7 @@ class AgentRun:
         ]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = MAX_ROUNDS - self.rounds
+            left = MAX_ROUNDS - self.result.rounds
             answers[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
         self.prompt["messages"] += [message, *answers]
 
