@@ -376,9 +376,6 @@ REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "I could not finish this within the rounds I have."
-# Silence, an empty list, an empty fence: what small models write after their tools, or
-# where they are offered tools that they do not need.
-NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 @dataclass
@@ -503,7 +500,9 @@ class AgentRun:
                 choice = None
                 continue
             # Silence is an answer where nothing was done before.
-            empty = (reply.text or number > 1) and NO_ANSWER.fullmatch(reply.text)
+            empty = (reply.text or number > 1) and memory.NO_ANSWER.fullmatch(
+                reply.text
+            )
             if empty:
                 self.take_back(reply)
             if choice == "none" or not empty:
@@ -1007,7 +1006,7 @@ class Service:
             found = setting, endpoint.model, endpoint.url, served[:9]
             start_log.log(level, "%s is %s; %s serves %s", *found)
         if "EMBEDDING_MODEL" in self.endpoints:
-            self.memory.model = self.endpoints["EMBEDDING_MODEL"].model
+            self.memory.embedder.model = self.endpoints["EMBEDDING_MODEL"].model
         else:
             start_log.warning(NO_EMBEDDINGS)
         if await self.context_tokens() < 2048:
@@ -1095,7 +1094,7 @@ class Service:
 
     async def embed(self, texts: list[str]) -> list[np.ndarray]:
         embedder = self.endpoints["EMBEDDING_MODEL"]
-        self.memory.model = model = await embedder.discover()
+        self.memory.embedder.model = model = await embedder.discover()
         body = {"model": model, "input": texts, "encoding_format": "base64"}
         found = (await embedder.ask("embeddings", body))["data"]
         found.sort(key=lambda row: row["index"])

@@ -289,9 +289,7 @@ class AtomicFile(Generic[Content]):
         return self.value
 
     def replace(self, content: bytes, value: Content) -> None:
-        replace_file(
-            self.path, content
-        )  # where it fails, the stamp tells what is there
+        replace_file(self.path, content)  # if it fails, `load` sees by the stamp
         self.stamp, self.value = stamp(self.path), value
 
 
@@ -588,7 +586,8 @@ class VectorFile(AtomicFile[dict[int, np.ndarray]]):
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
 # `<user>` takes no other. `User.run` and `User.change` take it and call a function in a
 # thread, as it may wait for the disk. All else in this section is such a function, or is
-# called by one: it needs `<user>` held and locks nothing.
+# called by one: it needs `<user>` held and locks nothing. So a user's files are touched
+# through `User` alone: `await user.run(user.files.load)`.
 
 
 @dataclass(frozen=True)
@@ -693,6 +692,9 @@ class UserFiles:
         self.memory_file.write(state.tables())
         return self.memory_file.value
 
+    def cached(self) -> list[AtomicFile[Any]]:
+        return [self.memory_file, *self.transcripts.values()]
+
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
         return sorted({path.name.split(".")[0] for path in paths})
@@ -783,75 +785,34 @@ class UserFiles:
             last = old[-1]["turn"]
             newest.write(replace(content, summary=summary, turn=last).tables())
 
+    def erase(self, *patterns: str) -> None:
+        """Unlink the files that match, for each pattern in turn."""
+        for pattern in patterns:
+            for path in sorted(self.folder.glob(pattern)):
+                path.unlink()
+        fsync_folder(self.folder)
 
-class User(UserFiles):
-    """A user's files, and what is kept of them in memory: vectors and an index."""
 
-    def __init__(self, memory: "Memory", key: str):
-        super().__init__(memory.folder / key)
-        self.memory, self.key = memory, key
-        # Under other names, `delete_facts` and `delete_session` have to be changed too.
-        self.fact_vectors = VectorFile(self.folder / "memory.faiss", {})
-        self.turn_vectors = VectorFile(self.folder / "turns.faiss", {})
+class IndexedFiles(UserFiles):
+    """A user's files, and what is derived from them: vectors, and an index of the facts."""
+
+    def __init__(self, folder: Path, embedder: "Embedder"):
+        super().__init__(folder)
+        self.embedder = embedder  # for the model's name
+        self.fact_vectors = VectorFile(folder / "memory.faiss", {})
+        self.turn_vectors = VectorFile(folder / "turns.faiss", {})
         self.unsaved: dict[int, np.ndarray] = {}  # vectors that are not on disk
         self.fact_index: tuple[Any, Index] | None = None  # stamps it is made of, index
-        self.busy = 0  # turns that run, and workers that look
-        self.used = 0.0  # seconds of the event loop's clock
-        self.size = 2000  # what `measure` said last
-
-    async def run(
-        self, function: Callable[..., T], *arguments: Any, warm: str = ""
-    ) -> T:
-        """Call a function in a thread, under the user's lock; note it where the files fail.
-
-        Where the file `warm` is known and no known one has changed, it is called on the
-        event loop: with 64 turns at once, a thread costs 20 ms more.
-        """
-        locks = self.memory.locks
-        try:
-            async with locks.held(self.key):
-                fresh = warm in self.transcripts
-                if fresh and all(f.stamp == stamp(f.path) for f in self.files()):
-                    return function(*arguments)
-                return await locks.in_thread(function, *arguments)
-        except OSError:
-            self.memory.degraded.note("storage", failed=True)
-            raise
-
-    async def change(
-        self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
-    ) -> T:
-        """Change a copy of the facts, knowing what waits, then write it whole, or not at all.
-
-        NotFound: the user with this id was deleted, and may be there anew.
-        """
-
-        def work() -> T:
-            state, waiting = self.load_unlearned()
-            if id not in ("", state.id):
-                raise NotFound("user")
-            a_copy = State.parse(state.tables())  # what `load` gave is never changed
-            store = FactStore(self.memory.mem0, a_copy)
-            result = function(store, waiting)
-            self.write(store.state)
-            return result
-
-        result = await self.run(work)
-        self.memory.degraded.note("storage", failed=False)
-        return result
-
-    def files(self) -> list[AtomicFile[Any]]:
-        return [self.memory_file, *self.transcripts.values()]
 
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
-        files = [*self.files(), self.fact_vectors, self.turn_vectors]
+        files = [*self.cached(), self.fact_vectors, self.turn_vectors]
         # A file that is not there has an object too.
         return sum(2000 + (file.stamp[1] if file.stamp else 0) for file in files)
 
     def vector_id(self, entry: Entry) -> int:
         """Return 63 bits of a hash: another text, model or session has another vector."""
-        content = f"{self.memory.model}\0{entry.session_id}\0{entry.text}".encode()
+        content = f"{self.embedder.model}\0{entry.session_id}\0{entry.text}".encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
@@ -917,13 +878,10 @@ class User(UserFiles):
             file.write({id: vectors[id] for id in ids if id in vectors})
         self.unsaved = {}
 
-    def erase(self, *patterns: str) -> None:
-        """Unlink the files that match, for each pattern in turn."""
-        self.unsaved = self.vectors()  # `save_vectors` writes those that stay
-        for pattern in patterns:
-            for path in sorted(self.folder.glob(pattern)):
-                path.unlink()
-        fsync_folder(self.folder)
+    def erase_vectors(self, file: VectorFile) -> None:
+        """Unlink a file of vectors, with its copies; `save_vectors` writes those that stay."""
+        self.unsaved = self.vectors()
+        self.erase(f"*{file.path.name}*")
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -946,64 +904,66 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 # The user's own data: functions for Memory.user_data
 
 
-def list_sessions(user: User) -> list[Row]:
+def list_sessions(files: IndexedFiles) -> list[Row]:
     """Return the sessions, the latest first."""
-    user.load()
+    files.load()
     found = []
-    for session_id in user.sessions():
-        turns = user.storage(session_id).load().turns
-        last = user.last_turn(session_id)
+    for session_id in files.sessions():
+        turns = files.storage(session_id).load().turns
+        last = files.last_turn(session_id)
         ended = turns[-1]["ended_at"] if turns else None
         found.append({"session_id": session_id, "turns": last, "updated_at": ended})
     return sorted(found, key=lambda row: row["updated_at"] or "", reverse=True)
 
 
-def read_session(user: User, session_id: str) -> tuple[str, list[TurnRow]]:
+def read_session(files: IndexedFiles, session_id: str) -> tuple[str, list[TurnRow]]:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
     session_id = str(UUID(session_id))
-    turns = user.turns_after(session_id, 0)
+    turns = files.turns_after(session_id, 0)
     if not turns:
         raise NotFound("session")
-    return user.storage(session_id).load().summary, turns
+    return files.storage(session_id).load().summary, turns
 
 
-def delete_session(user: User, session_id: str) -> None:
+def delete_session(files: IndexedFiles, session_id: str) -> None:
     """Delete turns, summary, vectors, and what of them waits to be learned; facts stay.
 
     The vectors first and the marker last: as long as any of it is there, its deletion
     can be asked for again. ValueError: `session_id` is no UUID.
     """
     session_id = str(UUID(session_id))
-    if not any(user.folder.glob(f"*{session_id}.*")):
+    if not any(files.folder.glob(f"*{session_id}.*")):
         raise NotFound("session")
-    user.transcripts = {}  # else it is kept here
+    files.transcripts = {}  # else it is kept here
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
-    older = [f"{session_id}.{last}.json" for last in user.older(session_id)]
-    user.erase("*turns.faiss*", f".{session_id}.*", *older, f"{session_id}.*")
-    user.save_vectors()
+    older = [f"{session_id}.{last}.json" for last in files.older(session_id)]
+    files.erase_vectors(files.turn_vectors)
+    files.erase(f".{session_id}.*", *older, f"{session_id}.*")
+    files.save_vectors()
 
 
-def delete_facts(user: User, fact_id: str | None = None) -> None:
+def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
-    state = user.load()
+    state = files.load()
     if fact_id is None:
-        learned = {s: user.last_turn(s) for s in user.sessions()}
+        learned = {s: files.last_turn(s) for s in files.sessions()}
         state = replace(state, facts={}, history=[], learned=state.learned | learned)
     else:
         # Forgotten and learned again, the same words stand under two ids.
-        gone = set().union(*map(texts, fact_history(user, fact_id)))
+        gone = set().union(*map(texts, fact_history(files, fact_id)))
         history = [row for row in state.history if not gone & texts(row)]
         facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
         state = replace(state, facts=facts, history=history)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
-    user.erase("*memory.faiss*", "memory.json.*", ".memory.json.*")
-    user.write(state)
-    user.save_vectors()
+    files.erase_vectors(files.fact_vectors)
+    files.erase("memory.json.*", ".memory.json.*")
+    files.write(state)
+    files.save_vectors()
 
 
-def fact_history(user: User, fact_id: str) -> list[HistoryRow]:
+def fact_history(files: IndexedFiles, fact_id: str) -> list[HistoryRow]:
     """Return what happened to a fact, oldest first; NotFound: the user has none such."""
-    state = user.load()
+    state = files.load()
     found = [row for row in state.history if row["memory_id"] == fact_id]
     if not found and fact_id not in state.facts:
         raise NotFound("fact")
@@ -1014,15 +974,71 @@ def texts(row: HistoryRow) -> set[str | None]:
     return {row["old_memory"], row["new_memory"]} - {None}
 
 
-def delete_user(user: User) -> None:
+def delete_user(files: IndexedFiles) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
-    if not user.folder.is_dir():
+    if not files.folder.is_dir():
         raise NotFound("user")
-    gone = user.folder.with_name(f".deleted-{uuid.uuid4().hex}")
-    os.rename(user.folder, gone)
+    gone = files.folder.with_name(f".deleted-{uuid.uuid4().hex}")
+    os.rename(files.folder, gone)
     fsync_folder(gone.parent)
     with suppress(FileNotFoundError):  # a start may be at it as well
         shutil.rmtree(gone)
+
+
+class User:
+    """Who has these files: takes the lock for all that is done with them."""
+
+    def __init__(self, memory: "Memory", key: str):
+        self.memory, self.key = memory, key
+        self.files = IndexedFiles(memory.folder / key, memory.embedder)
+        self.busy = 0  # turns that run, and workers that look
+        self.used = 0.0  # seconds of the event loop's clock
+        self.size = 2000  # what `measure` said last
+
+    async def run(
+        self, function: Callable[..., T], *arguments: Any, warm: str = ""
+    ) -> T:
+        """Call a function in a thread, under the user's lock; note it where the files fail.
+
+        It is called on the event loop where all it reads is cached: with 64 turns at
+        once, a thread costs 20 ms more.
+
+        Args:
+            warm: The transcript's file that it reads, where it reads no other.
+        """
+        locks = self.memory.locks
+        try:
+            async with locks.held(self.key):
+                cached = self.files.cached()
+                fresh = all(file.stamp == stamp(file.path) for file in cached)
+                if fresh and warm in self.files.transcripts:
+                    return function(*arguments)
+                return await locks.in_thread(function, *arguments)
+        except OSError:
+            self.memory.degraded.note("storage", failed=True)
+            raise
+
+    async def change(
+        self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
+    ) -> T:
+        """Change a copy of the facts, knowing what waits, then write it whole, or not at all.
+
+        NotFound: the user with this id was deleted, and may be there anew.
+        """
+
+        def work() -> T:
+            state, waiting = self.files.load_unlearned()
+            if id not in ("", state.id):
+                raise NotFound("user")
+            a_copy = State.parse(state.tables())  # what `load` gave is never changed
+            store = FactStore(self.memory.mem0, a_copy)
+            result = function(store, waiting)
+            self.files.write(store.state)
+            return result
+
+        result = await self.run(work)
+        self.memory.degraded.note("storage", failed=False)
+        return result
 
 
 # --- Facts (Mem0) ---
@@ -1558,7 +1574,9 @@ def learning_request(
         # Not all of it: to look through 32,000 characters takes 20 ms.
         said = {part: cut(redact(row[part][: 2 * n]), n) for part, n in sizes.items()}
         echo = letters(row["response"]) == letters(row["query"])
-        if echo or JUNK.fullmatch(row["response"]):  # it would be learned from as well
+        if echo or NO_ANSWER.fullmatch(
+            row["response"]
+        ):  # it would be learned from as well
             said["response"] = ""
         turns.append({"at": row["ended_at"], **said})
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
@@ -1566,8 +1584,9 @@ def learning_request(
     return as_message("user", {"today": today, "facts": known, "turns": turns})
 
 
-# What small models answer when they are offered tools that they do not need
-JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
+# Silence, an empty list or fence: what small models write after their tools, or where
+# they are offered tools that they do not need
+NO_ANSWER = re.compile(r"(?:\s|```\w*|\[\s*\]|\{\s*\})*")
 
 
 @functools.lru_cache(maxsize=8)
@@ -1713,8 +1732,11 @@ class Degraded(dict[str, str]):
 class Embedder:
     """Vectors of texts: each asked for once, by all who want it meanwhile, and kept a while."""
 
-    def __init__(self, embed: Embed | None, settings: Settings, degraded: Degraded):
+    def __init__(
+        self, embed: Embed | None, model: str, settings: Settings, degraded: Degraded
+    ):
         self.embed, self.settings, self.degraded = embed, settings, degraded
+        self.model = model  # whose vectors these are; it may change
         # By text with its prefix, under way or done; what has failed is forgotten
         self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
         self.size = 0  # of a vector
@@ -1790,7 +1812,7 @@ class Memory:
             where the endpoint refuses the request itself, anything else where it gave no
             answer.
         embed: Returns a vector for each text; None: keywords alone.
-        model: Name of the embedding model, `Memory.model`; vectors of another are made again.
+        model: Name of the embedding model; vectors of another are made again.
         rerank: Returns position and relevance of the best of the texts, best first.
 
     Raises:
@@ -1810,9 +1832,9 @@ class Memory:
         settings: Settings = Settings(),
     ):
         self.folder = make_folder(folder)
-        self.model, self.rerank, self.settings = model, rerank, settings
+        self.rerank, self.settings = rerank, settings
         self.degraded = Degraded()
-        self.embedder = Embedder(embed, settings, self.degraded)
+        self.embedder = Embedder(embed, model, settings, self.degraded)
         self.mem0 = open_mem0(self.folder)
         self.learner = Learner(self, complete)
         self.users: dict[str, User] = {}  # the latest used last
@@ -1835,10 +1857,10 @@ class Memory:
         await asyncio.gather(*tasks, return_exceptions=True)
         for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
             ended.clear()  # it may be opened again
-        for user in [user for user in self.users.values() if user.unsaved]:
+        for user in [user for user in self.users.values() if user.files.unsaved]:
             # What a full disk keeps from being written is made again.
             with suppress(NotFound, OSError):
-                await user.run(user.save_vectors)
+                await user.run(user.files.save_vectors)
         self.locks.close()
 
     def user(self, key: str) -> User:
@@ -1856,7 +1878,7 @@ class Memory:
         """Forget who was away longest where too much is held."""
         held = sum(user.size for user in self.users.values())
         for user in [*self.users.values()]:
-            if held > CACHE_BYTES and not user.busy and not user.unsaved:
+            if held > CACHE_BYTES and not user.busy and not user.files.unsaved:
                 held -= user.size
                 del self.users[user.key]
 
@@ -1877,7 +1899,7 @@ class Memory:
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
                 begun = await user.run(
-                    user.begin, name, session_id, warm=f"{session_id}.json"
+                    user.files.begin, name, session_id, warm=f"{session_id}.json"
                 )
                 yield Turn(self, user, session_id, begun)
         finally:
@@ -1888,7 +1910,7 @@ class Memory:
         """Return at most k facts that bear on a query, and what was degraded."""
         self.learner.schedule(user.key)  # some facts may have lost their vectors
         [vector] = await self.embedder.vectors([query])
-        found = await user.run(user.search_facts, query, vector, max(k, RERANKED))
+        found = await user.run(user.files.search_facts, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
         if self.rerank and found:
             try:
@@ -1919,7 +1941,7 @@ class Memory:
         """Return a user's facts with their score: all, or at most k that bear on a query."""
         with suppress(NotFound):
             if query is None:
-                state = await self.user_data(user_id, User.load)
+                state = await self.user_data(user_id, UserFiles.load)
                 return scored(state.facts.values())
             return (await self.search(self.named(user_id), query, k))[0]
         return []
@@ -1927,10 +1949,10 @@ class Memory:
     async def user_data(
         self, user_id: str, function: Callable[..., T], *arguments: Any
     ) -> T:
-        """Call a function of a User and more, under the user's lock; NotFound, OSError: as it does."""
+        """Call a function of a user's files, under the user's lock; NotFound, OSError: as it does."""
         user = self.named(user_id)
         try:
-            return await user.run(function, user, *arguments)
+            return await user.run(function, user.files, *arguments)
         finally:
             self.learner.schedule(user.key)  # it may have found damage
 
@@ -2024,7 +2046,7 @@ class Learner:
                 return 0.0
         finally:
             user.busy -= 1
-            user.size = user.measure()
+            user.size = user.files.measure()
             self.memory.evict()
 
     async def housekeeping(self, user: User) -> float:
@@ -2033,8 +2055,8 @@ class Learner:
         if rest > 0:
             return rest
         embedded = await self.embed_missing(user)
-        if user.unsaved:
-            await user.run(user.save_vectors)
+        if user.files.unsaved:
+            await user.run(user.files.save_vectors)
         if not embedded:
             raise NoAnswer("no embeddings")
         return math.inf
@@ -2044,7 +2066,7 @@ class Learner:
     ) -> bool:
         """Embed facts, and messages of turns (None: all), without a vector; tell whether none failed."""
         embedder, complete = self.memory.embedder, True
-        missing = await user.run(user.missing, turns) if embedder.embed else []
+        missing = await user.run(user.files.missing, turns) if embedder.embed else []
         for n in range(0, len(missing), 32):  # some servers take no more
             batch = missing[n : n + 32]
             found = await embedder.vectors([entry.text for entry in batch], query=False)
@@ -2053,12 +2075,12 @@ class Learner:
             complete = complete and len(made) == len(batch)
             if not made:  # the endpoint is away
                 break
-            await user.run(user.remember, made)
+            await user.run(user.files.remember, made)
         return complete
 
     async def learn(self, user: User) -> list[Unlearned] | None:
         """Learn the first turns that wait; return those now learned, None: nothing waits."""
-        state, waiting = await user.run(user.load_unlearned)
+        state, waiting = await user.run(user.files.load_unlearned)
         self.pending[user.key] = len(waiting)
         if not waiting:
             del self.pending[user.key]
@@ -2162,7 +2184,7 @@ class Learner:
     async def summarize(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.memory.settings.history_turns
-        transcript = await user.run(user.storage(session_id).load)
+        transcript = await user.run(user.files.storage(session_id).load)
         turns = transcript.unfolded()
         if len(turns) <= 2 * keep:
             return
@@ -2184,7 +2206,7 @@ class Learner:
         except (BadAnswer, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
-        await user.run(user.write_summary, session_id, old, cut(summary, 8000))
+        await user.run(user.files.write_summary, session_id, old, cut(summary, 8000))
 
 
 async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
@@ -2222,7 +2244,7 @@ async def nearest_facts(
     words = queries if by_words else [""] * len(queries)
     pairs = list(zip(words, vectors, strict=True))
     return await user.run(
-        lambda: [user.search_facts(*pair, k, cut=False) for pair in pairs]
+        lambda: [user.files.search_facts(*pair, k, cut=False) for pair in pairs]
     )
 
 
@@ -2325,7 +2347,7 @@ class Turn:
 
     async def append(self, row: TurnRow) -> None:
         user, id = self.user, self.state.id
-        await user.run(user.append, id, self.session_id, row)
+        await user.run(user.files.append, id, self.session_id, row)
         self.memory.degraded.note("storage", failed=False)
         self.memory.learner.pending[user.key] += 1
 
@@ -2346,7 +2368,7 @@ class Turn:
         operation = {"op": "add", "kind": "episodic", "importance": 0.5, "turn": turn}
 
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
-            turns = self.user.turns_after(self.session_id, 0)
+            turns = self.user.files.turns_after(self.session_id, 0)
             turns += [waiting.row for waiting in self.unlearned]
             said = [row["query"] for row in turns] + [self.message]
             own = "\n".join(QUOTED.sub("", text) for text in said)
@@ -2398,7 +2420,7 @@ class Turn:
         """Search what the user and the assistant said in past conversations, word for word."""
         [vector] = await self.memory.embedder.vectors([query])
         user, k = self.user, max(1, min(k, 10))
-        found = await user.run(user.search_past, query, vector, k)
+        found = await user.run(user.files.search_past, query, vector, k)
         self.memory.learner.schedule(user.key)  # some may have lost their vectors
         text = "" if found else "Nothing in past conversations bears on this."
         for session_id, turns in found:

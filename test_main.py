@@ -1256,7 +1256,7 @@ def test_sessions_are_listed_read_and_deleted(chat):
     assert one.json() == {"session_id": A, "summary": "", "turns": [turn]}
     assert turn["response"] == said
     chat.delete(f"/users/ann/sessions/{A}")
-    assert f"{A}.json" not in chat.service.memory.users["ann"].transcripts
+    assert f"{A}.json" not in chat.service.memory.users["ann"].files.transcripts
     assert chat.session().status_code == 404
     assert not list((chat.folder / "ann").glob(f"*{A}*"))
     assert chat.facts() == ["User likes tea."] and len(chat.turns(B)) == 1
@@ -2887,8 +2887,8 @@ async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
         for n in range(3):
             await say(service, "ann", A, f"I like w{n}")
             await happens(lambda n=n: len(facts_in(tmp_path)) == n + 1)
-        missing, bad = service.users["ann"].missing, {"User likes w0.", "I like w0"}
-        await happens(lambda: {entry.text for entry in missing()} == bad)
+        files, bad = service.users["ann"].files, {"User likes w0.", "I like w0"}
+        await happens(lambda: {entry.text for entry in files.missing()} == bad)
         assert asked.count("User likes w1.") < 6
         assert await service.embedder.vectors(["a", "b", "c"]) == [None] * 3
 
@@ -3192,7 +3192,7 @@ def traces(folder, *texts):
 def write_indexes(chat):
     for user in list(chat.service.memory.users.values()):
         with suppress(memory.NotFound):
-            user.save_vectors()
+            user.files.save_vectors()
 
 
 @pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
@@ -3287,8 +3287,8 @@ def die_while_something_is_deleted(root):
         def deletes(folder, delete=delete, arguments=arguments):
             with suppress(memory.NotFound):
                 service = memory.Memory(folder, scripted, embedded, "bag")
-                user = service.user("ann")
-                delete(user, *arguments)
+                files = service.user("ann").files
+                delete(files, *arguments)
 
         for folder, died in every_step(root, deletes):
             asyncio.run(live(folder))

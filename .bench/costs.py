@@ -90,8 +90,8 @@ async def know(service: memory.Memory, name: str, count: int) -> memory.User:
     entries = memory.fact_entries(facts)
     vectors = await embed([entry.text for entry in entries])
     found = [vector / np.linalg.norm(vector) for vector in vectors]
-    await user.run(user.remember, dict(zip(entries, found, strict=True)))
-    assert not await user.run(user.missing)
+    await user.run(user.files.remember, dict(zip(entries, found, strict=True)))
+    assert not await user.run(user.files.missing)
     return user
 
 
@@ -118,9 +118,9 @@ async def search_cost(user: memory.User, start: str, change: bool = False) -> fl
         [vector] = await embed([query])
         vector /= np.linalg.norm(vector)
         if change:  # what a new fact makes anew, less its embedding
-            user.fact_index = None
+            user.files.fact_index = None
         begun = time.process_time()
-        await user.run(user.search_facts, query, vector, 8)
+        await user.run(user.files.search_facts, query, vector, 8)
         spent.append(1000 * (time.process_time() - begun))
     return median(spent)
 
@@ -183,7 +183,9 @@ async def past_search_costs(user: memory.User) -> list[float]:
         query = sentence(Random(), "Do I know who")
         [vector] = await embed([query])
         begun = time.process_time()
-        await user.run(user.search_past, query, vector / np.linalg.norm(vector), 3)
+        await user.run(
+            user.files.search_past, query, vector / np.linalg.norm(vector), 3
+        )
         spent.append(1000 * (time.process_time() - begun))
     return [median(spent[1:]), spent[0]]
 

@@ -154,9 +154,9 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
         while True:
             await asyncio.sleep(random.uniform(0.01, 0.05))
             for user in list(service.users.values()):
-                if user.unsaved:
+                if user.files.unsaved:
                     with suppress(memory.NotFound):
-                        await user.run(user.save_vectors)
+                        await user.run(user.files.save_vectors)
 
     talks = (talk(n, *place) for n, place in enumerate(SESSIONS))
     await asyncio.gather(*talks, save_indexes())
@@ -235,12 +235,11 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     history = table(folder / "memory.json", "history")
     rows = ((row["memory_id"], row["new_memory"]) for row in history)
     found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
-    user: Any = memory.User(
-        SimpleNamespace(folder=folder.parent, model="random"), folder.name
-    )
+    embedder: Any = SimpleNamespace(model="random")
+    files = memory.IndexedFiles(folder, embedder)
     for text in texts:
         entry = memory.Entry("", "", text, "", "", "")
-        found_vector = user.vectors().get(user.vector_id(entry))
+        found_vector = files.vectors().get(files.vector_id(entry))
         if found_vector is not None:
             found["wrong vectors"] += differ(found_vector, text)
 

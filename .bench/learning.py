@@ -75,7 +75,7 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         async with service.memory.turn(user.key, A):
             pass  # makes the folder
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
-        await user.memory.locks.in_thread(user.write, state)
+        await user.memory.locks.in_thread(user.files.write, state)
         await learner.embed_missing(user)
         store = memory.FactStore(service.memory.mem0, state)
         for operation in await learner.propose(user, state, heard(*turns), 0):

@@ -78,7 +78,7 @@ class Service:
                 await asyncio.sleep(0.01)
         for user in {user for user, _ in self.sessions}:
             found = self.memory.named(user)
-            self.indexes[user] = await found.run(self.index, found)
+            self.indexes[user] = await found.run(self.index, found.files)
 
     def index(self, found: Any) -> Any:
         """Return the index that User.search_past builds, of all messages with vectors."""

@@ -57,8 +57,8 @@ def serve(port: int) -> None:
         # The closing of an abandoned async generator has no name.
         names = Counter(getattr(c, "__qualname__", type(c).__name__) for c in running)
         users = list(main.app.state.service.memory.users.values())
-        vectors = sum(len(u.vectors()) for u in users)
-        files = sum(len(u.transcripts) for u in users)
+        vectors = sum(len(u.files.vectors()) for u in users)
+        files = sum(len(u.files.transcripts) for u in users)
         sizes = [len(users), vectors, files, len(gc.get_objects())]
         print(json.dumps([names, sizes]), flush=True)
 
