@@ -90,7 +90,7 @@ RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
 UPSTREAM_TIMEOUT = setting("UPSTREAM_TIMEOUT", 60.0)  # seconds without a byte
-# Unset, 0: the model's own, else 8192
+# 0 here: it is not set; then it is the model's own, else 8192
 CONTEXT_TOKENS = setting("CONTEXT_TOKENS", 1) if env("CONTEXT_TOKENS") else 0
 MAX_CONCURRENT_TURNS = setting("MAX_CONCURRENT_TURNS", 256)
 defaults = asdict(memory.Settings()).items()  # hint_k is HINT_K, and so on
@@ -376,6 +376,9 @@ REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "I could not finish this within the rounds I have."
+# Silence, an empty list, an empty fence: what small models write after their tools, or
+# where they are offered tools that they do not need. {} may be meant.
+NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 @dataclass
@@ -437,9 +440,9 @@ class AgentRun:
             "finish_reason": result.finish_reason,
             "usage": result.usage or None,
         }
-        return done | (
-            {"tool_calls": result.client_calls} if result.client_calls else {}
-        )
+        if result.client_calls:
+            done["tool_calls"] = result.client_calls
+        return done
 
     async def prepare(self) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
@@ -500,9 +503,8 @@ class AgentRun:
                 choice = None
                 continue
             # Silence is an answer where nothing was done before.
-            empty = (reply.text or number > 1) and memory.NO_ANSWER.fullmatch(
-                reply.text
-            )
+            nothing_said = NO_ANSWER.fullmatch(reply.text)
+            empty = nothing_said and (reply.text or number > 1)
             if empty:
                 self.take_back(reply)
             if choice == "none" or not empty:
@@ -519,6 +521,7 @@ class AgentRun:
         """Ask the model once, with a `tool_choice`, and stream what it says."""
         self.result.rounds += 1
         request = self.prompt | ({"tool_choice": choice} if choice else {})
+        request["model"] = await self.service.chat.discover()
         reply = await self.read_reply(request)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.result.usage.update(counts)
@@ -546,8 +549,8 @@ class AgentRun:
                 await reply.read(chunks)
             return reply
         except Failure as failure:
-            begun = reply.room < max_bytes
-            if failure.code != "upstream_unavailable" or begun or tries == 1:
+            some_came = reply.room < max_bytes
+            if failure.code != "upstream_unavailable" or some_came or tries == 1:
                 raise
         finally:  # a turn that is interrupted keeps what was said
             self.result.response = reply.text
@@ -810,7 +813,7 @@ class Endpoint:
         """Send a body as JSON, or ask without one; return the answer, still to be read.
 
         By aiohttp itself: that takes 12 % off the CPU of a chat by openai's client over
-        httpx (64 at once: 5.2 ms, not 6.0). Left out: Retry-After, and a second retry.
+        httpx (64 at once: 5.2 ms, not 6.0). Left out: retries (see `ask`, `read_reply`).
         """
         silence = patience * UPSTREAM_TIMEOUT
         return await self.http.request(
@@ -896,10 +899,11 @@ class Endpoint:
 
     async def stream(self, request: Json, given: Json) -> AsyncGenerator[Json, None]:
         """Yield the chunks of a streamed completion, the last of them DONE. Raises Failure."""
-        request = {**request, "model": await self.discover(), "stream": True}
-        request |= {"stream_options": {"include_usage": True}, **CHAT_EXTRA_BODY}
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        request = request | more | CHAT_EXTRA_BODY
         with self.noting_health():
             async with await self.send("chat/completions", request, given) as response:
+                self.answers = True  # now: who reads may leave before the end
                 async for line in response.content:
                     yield chunk_of(line)
 

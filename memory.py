@@ -162,11 +162,11 @@ class BadAnswer(ValueError):
 
 
 class NoAnswer(Exception):
-    """An endpoint cannot be reached, or fails: it is to be asked again later."""
+    """An endpoint gives no answer: it cannot be reached, fails, or refuses."""
 
 
 class RequestRefused(NoAnswer):
-    """The endpoint refuses a request itself, which it would again; raised by `complete`."""
+    """It refuses the request itself, and would again; raised by `complete`."""
 
 
 def count_tokens(text: str) -> int:
@@ -586,8 +586,8 @@ class VectorFile(AtomicFile[dict[int, np.ndarray]]):
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
 # `<user>` takes no other. `User.run` and `User.change` take it and call a function in a
 # thread, as it may wait for the disk. All else in this section is such a function, or is
-# called by one: it needs `<user>` held and locks nothing. So a user's files are touched
-# through `User` alone: `await user.run(user.files.load)`.
+# called by one, but `measure`: it needs `<user>` held and locks nothing. So a user's files
+# are touched through `User` alone: `await user.run(user.files.load)`.
 
 
 @dataclass(frozen=True)
@@ -807,8 +807,9 @@ class IndexedFiles(UserFiles):
     def measure(self) -> int:
         """Return about how many bytes of files are held in memory."""
         files = [*self.cached(), self.fact_vectors, self.turn_vectors]
+        stamps = [file.stamp for file in files]  # a thread may be changing them
         # A file that is not there has an object too.
-        return sum(2000 + (file.stamp[1] if file.stamp else 0) for file in files)
+        return sum(2000 + (found[1] if found else 0) for found in stamps)
 
     def vector_id(self, entry: Entry) -> int:
         """Return 63 bits of a hash: another text, model or session has another vector."""
@@ -1009,9 +1010,8 @@ class User:
         locks = self.memory.locks
         try:
             async with locks.held(self.key):
-                cached = self.files.cached()
-                fresh = all(file.stamp == stamp(file.path) for file in cached)
-                if fresh and warm in self.files.transcripts:
+                cached = self.files.cached() if warm in self.files.transcripts else []
+                if cached and all(file.stamp == stamp(file.path) for file in cached):
                     return function(*arguments)
                 return await locks.in_thread(function, *arguments)
         except OSError:
@@ -1257,7 +1257,7 @@ def statements(
     final = {"op": "add", "kind": kind, "importance": importance}
     finals = [final | {"text": part} for part in split_names(text)]
     if op == "update":
-        if not fact or text == fact["text"]:
+        if not fact or is_restated(fact["text"], text, turn.row["query"]):
             return []
         if same_matter(text, fact["text"], turn.row["query"]):
             finals[0] |= {"op": "update", "id": fact["id"]}
@@ -1273,6 +1273,13 @@ def absolute(text: str, time: str) -> str:
 
 
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0, "yesterday": -1}
+
+
+def is_restated(known: str, text: str, query: str) -> bool:
+    """Tell whether an update only says again what is known, of which nothing was said."""
+    words = key_words(known)
+    nothing_new = key_words(text) <= words and words.isdisjoint(key_words(query))
+    return nothing_new or text == known
 
 
 def same_matter(text: str, known: str, query: str) -> bool:
@@ -1574,19 +1581,16 @@ def learning_request(
         # Not all of it: to look through 32,000 characters takes 20 ms.
         said = {part: cut(redact(row[part][: 2 * n]), n) for part, n in sizes.items()}
         echo = letters(row["response"]) == letters(row["query"])
-        if echo or NO_ANSWER.fullmatch(
-            row["response"]
-        ):  # it would be learned from as well
-            said["response"] = ""
+        if echo or JUNK.fullmatch(row["response"]):
+            said["response"] = ""  # it would be learned from as well
         turns.append({"at": row["ended_at"], **said})
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
     today = rows[-1]["ended_at"][:10]
     return as_message("user", {"today": today, "facts": known, "turns": turns})
 
 
-# Silence, an empty list or fence: what small models write after their tools, or where
-# they are offered tools that they do not need
-NO_ANSWER = re.compile(r"(?:\s|```\w*|\[\s*\]|\{\s*\})*")
+# What small models answer when they are offered tools that they do not need
+JUNK = re.compile(r"(?:\s|```(?:json)?|\[\s*\]|\{\s*\})*")
 
 
 @functools.lru_cache(maxsize=8)
@@ -2184,7 +2188,7 @@ class Learner:
     async def summarize(self, user: User, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.memory.settings.history_turns
-        transcript = await user.run(user.files.storage(session_id).load)
+        transcript = await user.run(lambda: user.files.storage(session_id).load())
         turns = transcript.unfolded()
         if len(turns) <= 2 * keep:
             return
@@ -2377,13 +2381,14 @@ class Turn:
                 score, reason = rate_item(item, words)
                 parts = split_names(absolute(item, row["ended_at"]))
                 new = [text for text in parts if not find_duplicate(facts, text)]
-                verdict = {"item": item, "score": round(score, 2), "reason": reason}
+                accepted = not new or not reason
                 if not new:
-                    verdict["reason"] = "known already"
-                elif not reason:
+                    reason = "known already"
+                elif accepted:
                     for text in new:
                         store.apply(operation | {"text": text})
-                verdicts.append(verdict | {"accepted": not (new and reason)})
+                verdict = {"item": item, "score": round(score, 2), "reason": reason}
+                verdicts.append(verdict | {"accepted": accepted})
             return verdicts
 
         return await self.user.change(keep, self.state.id)

@@ -793,8 +793,8 @@ def test_silence_after_tools_and_an_empty_list_are_asked_once_more(chat, model, 
     for last in (junk, CALL):  # where none may be made, a call is no answer either
         model.replies += [calls(planned("Add")), says(junk), says(last)]
         assert answer(chat.ask("1+1?", reasoning_mode=True)) == main.SORRY
-    model.replies += [says(junk), says("Hi!")]
-    assert answer(chat.ask("Hi!")) == ("Hi!" if junk else "")
+    model.replies += [says(junk), says("{}")]
+    assert answer(chat.ask("Hi!")) == ("{}" if junk else "")
 
 
 def test_an_answer_beyond_four_bytes_a_token_of_the_context_ends(start, model):
@@ -979,25 +979,27 @@ def test_a_failing_endpoint_has_its_code(start, model, reply, tries, status, cod
 
 
 def test_a_failed_turn_is_learned_from_but_not_replayed(chat, model):
-    model.replies += [refused(500), says("Cake it is."), [*HELLO, CUT], says("Yes.")]
+    model.replies += [refused(500), says("Cake it is."), [*HELLO, CUT]]
     chat.ask("I like cake.")  # is tried again, for nothing was said
     chat.tell("I like tea.")
-    assert chat.ask("And now?")[-1]["turn"] == 3
+    model.replies.append([*says("Yes.")[:2], WAIT, *says("Yes.")[2:]])
+    chat.service.chat.answers = False
+    with streamed(chat, "And now?") as events:
+        assert until(events, "token") and chat.health()["model"] == "stand-in"
+        model.gate.set()
+        assert until(events, "done")["turn"] == 3
     sent = model.requests[-1]["messages"]
     assert [m["content"] for m in sent[1:3]] == ["I like cake.", "Cake it is."]
     assert len(sent) == 4 and "User likes tea." in hints(model.requests[-1])
-    statuses = [turn["status"] for turn in chat.turns()]
-    assert statuses == ["complete", "error", "complete"]
+    assert [t["status"] for t in chat.turns()] == ["complete", "error", "complete"]
 
 
 def test_an_endpoint_that_is_down_is_told_and_learns_later(start, closed_port):
     down = {"BASE_URL": closed_port, "EMBEDDING_BASE_URL": closed_port}
     for name in ("", "mine"):  # its first model, a set model
         with start(**down, CHAT_MODEL=name) as chat:
-            health = chat.health()
-            assert (health["status"], health["model"]) == ("degraded", "unreachable")
-            _, error = chat.ask("I like tea.")
-            assert error["code"] == "upstream_unavailable"
+            assert [*chat.health().values()][:2] == ["degraded", "unreachable"]
+            assert chat.ask("I like tea.")[-1]["code"] == "upstream_unavailable"
             assert chat.turns()[-1]["status"] == "error"
     with start() as chat:
         chat.learned()
@@ -1714,11 +1716,9 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
     for case in cases(REDACTED):
         text, left = case.split(" → ")
         assert memory.redact(text) == left
-    for text in ("sk-" * 10_000, "eyJ-" * 8_000):  # would take hours if taken back
-        memory.redact(text)
-    memory.one_line("[" + " " * 999_999)
+    memory.one_line("[" + " " * 999_999)  # takes hours where a pattern goes back
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40):
-        memory.storable(text)
+        memory.storable(text), memory.redact(200 * text)
 
 
 def test_an_answer_is_operations_or_a_bad_one():
@@ -1763,6 +1763,8 @@ User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
 User has a dog named Rex. | My parrot sings | update | User has a parrot. | add
 User has a dog named Rex. | Rex died, now a budgie | update | User has a budgie. | update
+User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
+User has a cat and a dog. | The cat ran away | update | User has a dog. | update
 """
 
 
@@ -3992,9 +3994,7 @@ if __name__ == "__main__":
     stand_in.pause = 0.03
     with Server(stand_in) as endpoint:
         url = f"{endpoint.url}/v1"
-        os.environ.pop("API_KEY", None)
-        os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "EMPTY"}
-        os.environ |= {"EMBEDDING_BASE_URL": url, "CHAT_MODEL": "", "EMBEDDING_MODEL": ""}  # fmt: skip
-        said = f"The model is a stand-in that follows simple rules, at {url}."
-        print(said, flush=True)
+        os.environ |= dict.fromkeys(("API_KEY", "CHAT_MODEL", "EMBEDDING_MODEL"), "")
+        os.environ |= dict.fromkeys(("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"), url)
+        print(f"The model is a stand-in with simple rules, at {url}.", flush=True)
         uvicorn.run("main:app", port=int(os.environ.get("PORT", "8000")))
