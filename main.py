@@ -67,25 +67,34 @@ def setting(name: str, default: Value) -> Value:
 def address(name: str) -> str:
     """Return the base URL of an endpoint from the environment; else end start-up."""
     url = env(name, "")
-    if not re.match(r"https?://[^/@]+(/|$)|$", url):
-        raise SystemExit(f"{name} must be http://host/… or https://…, without password")
-    return url
+    with suppress(ValueError):  # of a port that is none
+        if re.match(r"https?://[^/@]+(/|$)|$", url) and urlsplit(url).port != 0:
+            return url
+    raise SystemExit(f"{name} must be http://host/… or https://…, without password")
 
 
-API_KEY = env("API_KEY", "").strip()  # of this service; not set: open to all
-if env("API_KEY") and not API_KEY:
-    raise SystemExit("API_KEY is blank: set it to a secret, or unset it")
+def secret(name: str) -> str:
+    """Return a key from the environment, "": it is not set; else end start-up."""
+    key = env(name, "").strip()
+    if key.isprintable() and (key or not env(name)):
+        return key
+    raise SystemExit(
+        f"{name} is blank or in several lines: set it to a key, or unset it"
+    )
+
+
+API_KEY = secret("API_KEY")  # of this service; not set: open to all
 BASE_URL = address("OPENAI_BASE_URL")
-OPENAI_API_KEY = env("OPENAI_API_KEY", "").strip() or ("EMPTY" if BASE_URL else "")
+OPENAI_API_KEY = secret("OPENAI_API_KEY") or ("EMPTY" if BASE_URL else "")
 CHAT_MODEL = env("CHAT_MODEL") or ("" if BASE_URL else "gpt-4.1-mini")
 MEMORY_MODEL = env("MEMORY_MODEL", "")  # empty: the chat model
 EMBEDDING_BASE_URL = address("EMBEDDING_BASE_URL")
-EMBEDDING_API_KEY = env("EMBEDDING_API_KEY", "").strip() or OPENAI_API_KEY or "EMPTY"
+EMBEDDING_API_KEY = secret("EMBEDDING_API_KEY") or OPENAI_API_KEY or "EMPTY"
 EMBEDDING_MODEL = env("EMBEDDING_MODEL", "")
 if not (EMBEDDING_MODEL or EMBEDDING_BASE_URL or BASE_URL):
     EMBEDDING_MODEL = "text-embedding-3-small"
 RERANK_BASE_URL = address("RERANK_BASE_URL")  # empty: no reranking
-RERANK_API_KEY = env("RERANK_API_KEY", "").strip() or "EMPTY"
+RERANK_API_KEY = secret("RERANK_API_KEY") or "EMPTY"
 RERANK_MODEL = env("RERANK_MODEL", "")  # empty: the first one there
 MAX_ROUNDS = setting("MAX_ROUNDS", 8)  # requests to the model in one turn
 TOOL_TIMEOUT = setting("TOOL_TIMEOUT", 30.0)  # seconds, each call
@@ -375,7 +384,7 @@ def plan(steps: list[str]) -> str:
 REASONING = """\
 Noted. Now carry out the steps with the tools, several calls at once where they do not need each other. Say in a few words what you expect before a call, and compare what comes back. When a step fails or the results contradict each other, try another way or call plan again. Never repeat a call with the same arguments. Stop as soon as you know enough. Answer from what the tools returned and the user said, and name what was not found."""
 PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
-SORRY = "I could not finish this within the rounds I have."
+SORRY = "Sorry, I could not come up with an answer."
 # Silence, an empty list, an empty fence: what small models write after their tools, or
 # where they are offered tools that they do not need. {} may be meant.
 NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
@@ -583,7 +592,8 @@ class AgentRun:
     async def run_call(self, call: "ToolCall") -> Json:
         """Run one call; return it with its result, for the transcript."""
         began, name = time.monotonic(), call.name
-        parsed, planning = parse_arguments(call.arguments), name == "plan"
+        parsed = parse_arguments(call.arguments)
+        planning = self.functions.get(name) is plan
         arguments = parsed or {}
         written = json.dumps(arguments, sort_keys=True)
         key = name, call.arguments if parsed is None else written
@@ -663,7 +673,10 @@ class ReplyParser:
         """Take a stream to its end, or as far as it may go; Failure where it broke off."""
         try:
             async for chunk in chunks:
-                self.feed(chunk)
+                try:
+                    self.feed(chunk)
+                except (AttributeError, TypeError, ValueError) as error:
+                    raise Failure("upstream_unavailable", f"no chunk: {error!r}")
                 if self.room < 0:
                     self.finish_reason = "length"
                     break
@@ -675,7 +688,7 @@ class ReplyParser:
         self.say(self.held, "thinking" if self.thinking else "token")
 
     def feed(self, chunk: Json) -> None:
-        self.usage = chunk.get("usage") or self.usage
+        self.usage |= chunk.get("usage") or {}
         [choice, *_] = chunk.get("choices") or [{}]
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""

@@ -585,9 +585,9 @@ class VectorFile(AtomicFile[dict[int, np.ndarray]]):
 # Locks are taken in this order: `<user>/<session>` by a turn and `<user>/learn` by who
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
 # `<user>` takes no other. `User.run` and `User.change` take it and call a function in a
-# thread, as it may wait for the disk. All else in this section is such a function, or is
-# called by one, but `measure`: it needs `<user>` held and locks nothing. So a user's files
-# are touched through `User` alone: `await user.run(user.files.load)`.
+# thread, as it may wait for the disk. All else in this section but `measure` is such a
+# function, or is called by one: it needs `<user>` held and locks nothing. So a user's
+# files are touched through `User` alone: `await user.run(user.files.load)`.
 
 
 @dataclass(frozen=True)
@@ -1099,8 +1099,9 @@ class FactStore:
             # Not by Mem0: its metadata update would make a row of history.
             often, seen = known["frequency"] + 1, max(seen, known["last_seen_at"])
             facts[known["id"]] = {**known, "frequency": often, "last_seen_at": seen}
-            if there:
-                self.mem0.delete(id)  # of two facts that say the same one is left
+            # In other cases a weak model took one known fact for another.
+            if there and known["source"] == turn.key:  # proposed by this turn's model
+                self.mem0.delete(id)
         elif there:
             self.mem0.update(id, text, metadata=metadata)
         else:
@@ -1252,14 +1253,19 @@ def statements(
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
         return []  # as for NaN, which is not >= 0.2
+    words, query = key_words(text), turn.row["query"]
+    if words.isdisjoint(key_words(query)) and letters(text) in letters(
+        turn.row["response"]
+    ):
+        return []  # the assistant's own words
     text = absolute(text, turn.row["ended_at"])
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "kind": kind, "importance": importance}
     finals = [final | {"text": part} for part in split_names(text)]
     if op == "update":
-        if not fact or is_restated(fact["text"], text, turn.row["query"]):
+        if not fact or is_restated(fact["text"], text, query):
             return []
-        if same_matter(text, fact["text"], turn.row["query"]):
+        if same_matter(text, fact["text"], query):
             finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
@@ -1268,11 +1274,12 @@ def absolute(text: str, time: str) -> str:
     """Return a text with a date for "tomorrow" and the like, which weak models leave."""
     for words, days in DAYS.items():
         date = datetime.fromisoformat(time) + timedelta(days)
-        text = re.sub(rf"\b(?:on )?{words}\b", f"on {date:%Y-%m-%d}", text)
+        text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
     return text
 
 
-DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0, "yesterday": -1}
+DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
+DAYS |= {"the day before yesterday": -2, "yesterday": -1}
 
 
 def is_restated(known: str, text: str, query: str) -> bool:
@@ -1284,7 +1291,9 @@ def is_restated(known: str, text: str, query: str) -> bool:
 
 def same_matter(text: str, known: str, query: str) -> bool:
     """Tell whether a text may replace a fact: a word in common, and so what is whose."""
-    words = key_words(known)
+    words, first = key_words(known), known.split()[0]
+    if first.istitle() and first[-1] != "s":  # "Eva is pregnant", not "Likes tea"
+        words -= key_words(first)
     if shared := key_words(text) & words:
         things = [match[1] for match in map(THING.match, (text, known)) if match]
         return all(key_words(thing) <= shared for thing in things)
@@ -1874,9 +1883,7 @@ class Memory:
 
     def named(self, user_id: str) -> User:
         """Return the user of whom a request tells."""
-        user = self.user(folder_name(normal_name(user_id)))
-        user.used = asyncio.get_running_loop().time()
-        return user
+        return self.user(folder_name(normal_name(user_id)))
 
     def evict(self) -> None:
         """Forget who was away longest where too much is held."""
@@ -1899,6 +1906,7 @@ class Memory:
         """
         name, session_id = normal_name(user_id), str(UUID(session_id))
         user = self.named(name)
+        user.used = self.locks.loop.time()
         user.busy += 1
         try:
             async with self.locks.held(f"{user.key}/{session_id}"):
@@ -1908,7 +1916,7 @@ class Memory:
                 yield Turn(self, user, session_id, begun)
         finally:
             user.busy -= 1
-            self.learner.schedule(user.key)
+            self.learner.schedule(user.key, turn=True)
 
     async def search(self, user: User, query: str, k: int) -> tuple[Scored, list[str]]:
         """Return at most k facts that bear on a query, and what was degraded."""
@@ -1998,12 +2006,13 @@ class Learner:
         for key in found:
             self.schedule(key)
 
-    def schedule(self, key: str) -> None:
-        """Look soon at what is to be done for a user."""
+    def schedule(self, key: str, turn: bool = False) -> None:
+        """Look at what is to be done for a user: after a turn soon, else after a pause."""
         if key not in self.due:
-            self.due[key] = asyncio.Event()
+            self.due[key], turn = asyncio.Event(), True
             self.tasks[key] = asyncio.create_task(self.work_for(key))
-        self.due[key].set()
+        if turn:
+            self.due[key].set()
 
     async def work_for(self, key: str) -> None:
         """Do one thing after the other for a user, until nothing is left."""
@@ -2055,7 +2064,7 @@ class Learner:
 
     async def housekeeping(self, user: User) -> float:
         """When the user has gone quiet, make the vectors that are missing, and write all."""
-        rest = user.used + QUIET - asyncio.get_running_loop().time()
+        rest = user.used + QUIET - self.memory.locks.loop.time()
         if rest > 0:
             return rest
         embedded = await self.embed_missing(user)
@@ -2220,7 +2229,7 @@ async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
     except NoAnswer:
         raise
     except Exception as error:  # whatever kept the endpoint from answering
-        raise NoAnswer from error
+        raise NoAnswer(repr(error)) from error
 
 
 async def facts_to_show(

@@ -66,7 +66,7 @@ async def call_tool(
     try:
         async with asyncio.timeout(timeout) as limit:
             ok, text = True, await _run(functions, name, arguments)
-    except Exception as error:  # other people's code: whatever it is, the turn goes on
+    except (Exception, SystemExit) as error:  # other people's code: the turn goes on
         ok, text = False, f"Error: {str(error) or type(error).__name__}"
         if limit.expired():  # else a TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
@@ -116,27 +116,28 @@ NAMES = """sqrt log log10 log2 exp sin cos tan asin acos atan atan2 radians degr
 FUNCTIONS: dict[str, Callable] = {n: getattr(math, n) for n in NAMES.split()}
 FUNCTIONS |= {"abs": abs, "min": min, "max": max}
 FUNCTIONS["factorial"] = lambda number: math.factorial(min(number, 171))
-FUNCTIONS["round"] = lambda x, digits=None: round(float(x), digits)
+FUNCTIONS["round"] = lambda x, *digits: round(float(x) if digits else x, *digits)
 # Factor, symbol, names (lower case fits any case, which is why B comes before b).
 UNITS = {
-    "length": """.001 mm | .01 cm | 1 m metre | 1000 km kilometre | .0254 in inch inches
-        | .3048 ft foot feet | .9144 yd yard | 1609.344 mi mile | 1852 nmi""",
-    "mass": """.001 mg | 1 g gram | 1000 kg kilogram | 1e6 t tonne | 6350.29318 st stone
-        | 28.349523125 oz ounce | 453.59237 lb pound""",
+    "length": """.001 mm millimetre | .01 cm centimetre | 1 m metre | 1000 km kilometre
+        | .0254 in inch inches | .3048 ft foot feet | .9144 yd yard | 1609.344 mi mile
+        | 1852 nmi""",
+    "mass": """.001 mg milligram | 1 g gram | 1000 kg kilogram kilo | 1e6 t tonne
+        | 6350.29318 st stone | 28.349523125 oz ounce | 453.59237 lb pound""",
     "temperature": "1 K k kelvin | 1 °C c celsius | .5555555555555556 °F f fahrenheit",
-    "volume": """1 ml | 1000 l litre | 1e6 m3 | 4.92892159375 tsp | 14.78676478125 tbsp
-        | 29.5735295625 fl_oz floz | 236.5882365 cup | 473.176473 pt pint
-        | 946.352946 qt quart | 3785.411784 gal gallon""",
+    "volume": """1 ml millilitre | 1000 l litre | 1e6 m3 | 4.92892159375 tsp teaspoon
+        | 14.78676478125 tbsp tablespoon | 29.5735295625 fl_oz floz | 236.5882365 cup
+        | 473.176473 pt pint | 946.352946 qt quart | 3785.411784 gal gallon""",
     "speed": "1 m/s | .2777777777777778 km/h kmh | .44704 mph | .5144444444444445 kn knot",
-    "data": """8 byte B | 8e3 kB KB | 8e6 MB | 8e9 GB | 8e12 TB | 8e15 PB | 8192 KiB
-        | 8388608 MiB | 8589934592 GiB | 8796093022208 TiB | 1 bit b | 1e3 kbit kb
-        | 1e6 Mbit Mb | 1e9 Gbit Gb""",
+    "data": """8 byte B | 8e3 kB KB kilobyte | 8e6 MB megabyte | 8e9 GB gigabyte
+        | 8e12 TB terabyte | 8e15 PB | 8192 KiB | 8388608 MiB | 8589934592 GiB
+        | 8796093022208 TiB | 1 bit b | 1e3 kbit kb | 1e6 Mbit Mb | 1e9 Gbit Gb""",
 }
 
 
 @tool
 def calculate(expression: str) -> str:
-    """Return the value of (2^10 - 1) / 3 or the like: integers exact, else 15 digits.
+    """Return the value of an arithmetic expression: integers exact, else 15 digits.
 
     + - * / // % ^ ( ), pi, e, sqrt, log(x) or log(x, base), log10, log2, exp, sin, cos,
     tan, asin, acos, atan, atan2 (radians), radians, degrees, abs, round, min, max,
