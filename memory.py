@@ -1099,8 +1099,8 @@ class FactStore:
             # Not by Mem0: its metadata update would make a row of history.
             often, seen = known["frequency"] + 1, max(seen, known["last_seen_at"])
             facts[known["id"]] = {**known, "frequency": often, "last_seen_at": seen}
-            # In other cases a weak model took one known fact for another.
-            if there and known["source"] == turn.key:  # proposed by this turn's model
+            # Else a weak model took one known fact for another, and both stay.
+            if there and known["source"] == turn.key:  # its own tool has just added it
                 self.mem0.delete(id)
         elif there:
             self.mem0.update(id, text, metadata=metadata)
@@ -1253,10 +1253,9 @@ def statements(
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
         return []  # as for NaN, which is not >= 0.2
-    words, query = key_words(text), turn.row["query"]
-    if words.isdisjoint(key_words(query)) and letters(text) in letters(
-        turn.row["response"]
-    ):
+    query, response = turn.row["query"], turn.row["response"]
+    said = not key_words(text).isdisjoint(key_words(query))
+    if not said and letters(text) in letters(response):
         return []  # the assistant's own words
     text = absolute(text, turn.row["ended_at"])
     kind = "profile" if operation.get("kind") == "profile" else "episodic"

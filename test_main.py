@@ -1785,15 +1785,15 @@ def test_of_one_answer_the_last_turn_counts():
 def test_a_correction_of_one_letter_takes_the_place_of_the_fact(chat, model):
     teach(chat, model, ["User's name is Simone."])
     simon = "User's name is Simon."
-    bird, cat, dog = (f"User has a {pet}." for pet in ("bird", "cat", "dog"))
+    bird, cat, dog = (f"User has a {pet}." for pet in ("red bird", "cat", "dog"))
     assert learn_by(chat, model, "I'm Simon!", ("update", 0, simon)) == [simon]
     # Not that of a fact which it only takes for another, but of what its tool has added
     teach(chat, model, [cat, dog])
-    facts = learn_by(chat, model, "I have pets", ("update", 1, dog))
+    facts = learn_by(chat, model, "A cat and a dog!", ("update", 1, dog))
     assert sorted(facts) == [cat, dog, simon]
     model.replies += [calls(("propose_memory", {"items": [bird]}))]
-    facts = learn_by(chat, model, "My cat died, I have a bird", ("update", 1, bird))
-    assert sorted(facts) == [bird, dog, simon]
+    facts = learn_by(chat, model, "My cat died, I have a red bird", ("update", 1, bird))
+    assert sorted(facts) == [dog, bird, simon]
 
 
 def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, model):
