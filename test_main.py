@@ -246,7 +246,7 @@ def improvise(request):
         return says("The result ", "is ", last["content"], ".")
     if request.get("tool_choice") == "none":
         return says("That is all I have.")
-    notes, _, message = last["content"].rpartition("[/MEMORY HINTS]")
+    notes, _, message = main.text_of(last).rpartition("[/MEMORY HINTS]")
     message = message.strip()
     offered = {tool["function"]["name"] for tool in request.get("tools", [])}
     sum_ = re.search(r"\d[\d\s.]*[-+*/^][-+*/^\d\s.()]*\d", message)
