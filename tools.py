@@ -137,7 +137,7 @@ UNITS = {
 
 @tool
 def calculate(expression: str) -> str:
-    """Return the value of an arithmetic expression: integers exact, else 15 digits.
+    """Return the value of (2^10 - 1) / 3 or the like: integers exact, else 15 digits.
 
     + - * / // % ^ ( ), pi, e, sqrt, log(x) or log(x, base), log10, log2, exp, sin, cos,
     tan, asin, acos, atan, atan2 (radians), radians, degrees, abs, round, min, max,
