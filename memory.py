@@ -47,7 +47,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -140,15 +140,12 @@ class HistoryRow(TypedDict):
     new_memory: str | None
 
 
-Tables = dict[str, dict[Any, Any]]  # of TinyDB, each of rows under "1", "2", …
-Content = TypeVar("Content")  # what a file holds
-Rows = TypeVar("Rows", "State", "Transcript")  # what a file of TinyDB's tables holds
-Stamp = tuple[int, int, int]  # inode, size, time of the last change
+FACTS, MESSAGES = "memory.faiss", "turns.faiss"  # files of vectors
+Kind = TypeVar("Kind", "State", "Transcript", "Vectors")  # what a file holds
 Row = dict[str, Any]
 Message = dict[str, Any]
 Operation = dict[str, Any]
-Scored = list[Row]  # facts, each with its `score`, best first
-Complete = Callable[[list[Message], dict[str, Any]], Awaitable[str]]
+Complete = Callable[[list[Message], Row], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[np.ndarray]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
@@ -193,15 +190,13 @@ def long_date(time: str) -> str:
 
 
 def normal_name(name: str) -> str:
-    """Return a user's name in the one form that folders, locks and tokens use; ValueError: none."""
+    """Return a user's name in the one form that folders, locks and tokens use, or ValueError."""
     name = unicodedata.normalize("NFC", name.strip())
     # Not str.isprintable(): that refuses joined emoji.
     bad = re.search(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]", name)
     if bad or len(name) > 128 or not name.strip("."):
-        raise ValueError(
-            "a name has 1 to 128 characters, no slashes, control characters "
-            "or surrogates, and not only dots"
-        )
+        said = "a name has 1 to 128 characters, no slashes, control characters"
+        raise ValueError(f"{said} or surrogates, and not only dots")
     return name
 
 
@@ -214,8 +209,8 @@ def folder_name(name: str) -> str:
     return f"{slug}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
-def stamp(path: Path) -> Stamp | None:
-    """Return what tells one content of a file from another; None: there is no file."""
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, size and mtime, which tell one content of a file from another."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -259,57 +254,48 @@ def set_aside(path: Path) -> None:
     log.error("%s is damaged and was set aside as %s", path, aside.name)
 
 
-class AtomicFile(Generic[Content]):
-    """A file that is replaced whole, and read again only when it was changed."""
+class FileCache:
+    """Files that are replaced whole, each parsed again only when it was changed.
 
-    parse: Callable[[bytes], Content]  # by who inherits this; fails on a damaged file
-
-    def __init__(self, path: Path, empty: Content):
-        self.path = path
-        self.empty: Content = empty
-        self.value: Content = empty
-        self.stamp: Stamp | None = None
-
-    def load(self) -> Content:
-        """Return what the file holds; `empty`: there is none, or it was damaged and is set aside."""
-        found = stamp(self.path)
-        if found == self.stamp:
-            return self.value
-        self.stamp, self.value = None, self.empty  # reading may fail
-        if found is None:
-            return self.value
-        for _ in range(2):  # what another machine writes may not be here whole at first
-            with suppress(ValueError, LookupError, TypeError, AttributeError):
-                self.value = self.parse(self.path.read_bytes())
-                self.stamp = found
-                return self.value
-        if stamp(self.path) != found:  # it was replaced meanwhile
-            return self.load()
-        set_aside(self.path)
-        return self.value
-
-    def replace(self, content: bytes, value: Content) -> None:
-        replace_file(self.path, content)  # if it fails, `load` sees by the stamp
-        self.stamp, self.value = stamp(self.path), value
-
-
-class AtomicStorage(AtomicFile[Rows], Storage):
-    """TinyDB's storage for every file of its kind here.
-
-    TinyDB's JSONStorage rewrites in place: 17 of 50 kills left it unreadable, and a
-    full disk destroyed the old content.
+    What holds a file is a State, a Transcript or Vectors, and is never changed itself.
     """
 
-    def parse(self, content: bytes) -> Rows:
-        return self.empty.parse(pydantic_core.from_json(content))
+    def __init__(self) -> None:
+        self.kept: dict[Path, tuple[Any, Any]] = {}  # stamp and value; last used last
 
-    def read(self) -> Tables:
-        return self.load().tables()
+    def load(self, path: Path, kind: type[Kind]) -> Kind:
+        """Return what a file holds; an empty one: there is none, or it was damaged."""
+        found = stamp(path)
+        known, value = self.kept.pop(path, (None, None))
+        if found is None:
+            return kind()
+        for _ in range(2 if found != known else 0):
+            # Twice: what another machine writes may not be here whole at first.
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                known, value = found, kind.parse(path.read_bytes())
+                break
+        if found == known:
+            self.kept[path] = known, value
+            return value
+        if found == stamp(path):  # it was not replaced meanwhile
+            set_aside(path)
+        return self.load(path, kind)
 
-    def write(self, data: Tables) -> None:
-        # A third of the time that json takes, which counts at 200 turns
-        content = pydantic_core.to_json(data)
-        self.replace(content, self.parse(content))  # fails where it cannot be parsed
+    def write(self, path: Path, value: Kind) -> None:
+        """Replace a file; ValueError: it could not be read again."""
+        content = value.dump()
+        value = type(value).parse(content)
+        replace_file(path, content)
+        self.kept[path] = stamp(path), value
+
+    def trim(self) -> None:
+        """Forget what was not used for longest, beyond CACHE_BYTES of files."""
+        kept = [*self.kept.items()]  # threads may be adding to it
+        held = sum(2000 + found[1] for _, (found, _) in kept)
+        for path, (found, _) in kept:
+            if held > CACHE_BYTES:
+                held -= 2000 + found[1]
+                self.kept.pop(path, None)
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -340,8 +326,7 @@ class Locks:
         self.path, self.loop = path, asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        self.owners = 0  # how many have it open
-        self.holding = 0  # locks that are held
+        self.owners = self.holding = 0  # memories that use it, locks that are held
         # A pool of our own: tools that hang must not keep turns from being saved.
         self.disk = ThreadPoolExecutor(thread_name_prefix="disk")
 
@@ -559,35 +544,33 @@ def spread(vectors: np.ndarray) -> tuple[float, np.ndarray]:
     return round(float(others.std()), 6) if len(sample) > 2 else 0.0, mean
 
 
-class VectorFile(AtomicFile[dict[int, np.ndarray]]):
-    """Vectors by id, as FAISS writes them, with the SHA-256 of that behind."""
+class Vectors(dict[int, np.ndarray]):
+    """Vectors by id; in a file as FAISS writes them, with the SHA-256 of that behind."""
 
-    def parse(self, content: bytes) -> dict[int, np.ndarray]:
+    @classmethod
+    def parse(cls, content: bytes) -> "Vectors":
         # Of a damaged file FAISS may believe a size, and kill the process.
         if hashlib.sha256(content[:-32]).digest() != content[-32:]:
             raise ValueError("not as it was written")
         dense: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
         ids = faiss.vector_to_array(dense.id_map).tolist()
-        return dict(zip(ids, dense.index.reconstruct_n(0, dense.ntotal), strict=True))
+        return cls(zip(ids, dense.index.reconstruct_n(0, dense.ntotal), strict=True))
 
-    def write(self, vectors: dict[int, np.ndarray]) -> None:
-        if not vectors:
-            return self.path.unlink(missing_ok=True)
-        matrix = np.stack([*vectors.values()])
+    def dump(self) -> bytes:
+        matrix = np.stack([*self.values()])
         dense = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
-        dense.add_with_ids(matrix, np.array([*vectors], "int64"))
+        dense.add_with_ids(matrix, np.array([*self], "int64"))
         content = faiss.serialize_index(dense).tobytes()
-        self.replace(content + hashlib.sha256(content).digest(), vectors)
+        return content + hashlib.sha256(content).digest()
 
 
 # --- One user's files ---
 #
 # Locks are taken in this order: `<user>/<session>` by a turn and `<user>/learn` by who
 # learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
-# `<user>` takes no other. `User.run` and `User.change` take it and call a function in a
-# thread, as it may wait for the disk. All else in this section but `measure` is such a
-# function, or is called by one: it needs `<user>` held and locks nothing. So a user's
-# files are touched through `User` alone: `await user.run(user.files.load)`.
+# `<user>` takes no other. `Memory.run` takes it and calls a function in a thread, as it
+# may wait for the disk. All of this section is such functions, or is called by one: it
+# needs `<user>` held and locks nothing.
 
 
 @dataclass(frozen=True)
@@ -599,7 +582,8 @@ class Transcript:
     turn: int = 0  # the last that the summary holds
 
     @classmethod
-    def parse(cls, tables: Tables) -> "Transcript":
+    def parse(cls, content: bytes) -> "Transcript":
+        tables = pydantic_core.from_json(content)
         rows = tables.get("turns", {})
         [summary] = tables.get("summary", {"1": {}}).values()
         parsed = TRANSCRIPT.validate_python(summary | {"turns": [*rows.values()]})
@@ -607,19 +591,40 @@ class Transcript:
             raise ValueError("turns do not stand under their numbers")  # TinyDB's ids
         return parsed
 
-    def tables(self) -> Tables:
+    def tables(self) -> dict[str, dict[str, Any]]:
         turns = {str(row["turn"]): row for row in self.turns}
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": turns, "summary": {"1": summary}}
+
+    def dump(self) -> bytes:
+        return pydantic_core.to_json(self.tables())
 
     def unfolded(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
         return [row for row in self.turns if row["turn"] > self.turn]
 
 
-@dataclass
+class TranscriptStorage(Storage):
+    """TinyDB's way to a transcript.
+
+    Its own JSONStorage rewrites in place: 17 of 50 kills left a file that could not be
+    read, and a full disk destroyed the old content.
+    """
+
+    def __init__(self, path: Path, cache: FileCache):
+        self.path, self.cache = path, cache
+
+    def read(self) -> Any:
+        return self.cache.load(self.path, Transcript).tables()
+
+    def write(self, data: Any) -> None:
+        content = pydantic_core.to_json(data)
+        self.cache.write(self.path, Transcript.parse(content))
+
+
+@dataclass(frozen=True)
 class State:
-    """What memory.json holds. Swapped whole; what is in it is replaced, never changed."""
+    """What memory.json holds: TinyDB's tables `user`, `facts`, `learned` and `history`."""
 
     name: str = ""
     id: str = ""  # random: tells a user from one of the same name, deleted before
@@ -628,7 +633,8 @@ class State:
     history: list[HistoryRow] = field(default_factory=list)  # oldest first
 
     @classmethod
-    def parse(cls, tables: Tables) -> "State":
+    def parse(cls, content: bytes) -> "State":
+        tables = pydantic_core.from_json(content)
         rows = {name: [*table.values()] for name, table in tables.items()}
         [user] = rows["user"]
         facts = {row["id"]: row for row in rows["facts"]}
@@ -636,14 +642,15 @@ class State:
         given = user | {"facts": facts, "learned": learned, "history": rows["history"]}
         return STATE.validate_python(given)
 
-    def tables(self) -> Tables:
-        learned = [{"session_id": s, "turn": n} for s, n in self.learned.items()]
-        return {
-            "user": {1: {"name": self.name, "id": self.id}},
-            "facts": dict(enumerate(self.facts.values(), 1)),
-            "learned": dict(enumerate(learned, 1)),
-            "history": dict(enumerate(self.history[-MAX_HISTORY:], 1)),
+    def dump(self) -> bytes:
+        tables = {
+            "user": [{"name": self.name, "id": self.id}],
+            "facts": self.facts.values(),
+            "learned": [{"session_id": s, "turn": n} for s, n in self.learned.items()],
+            "history": self.history[-MAX_HISTORY:],
         }
+        numbered = {name: dict(enumerate(rows, 1)) for name, rows in tables.items()}
+        return pydantic_core.to_json(numbered)
 
 
 STATE, TRANSCRIPT = TypeAdapter(State), TypeAdapter(Transcript)
@@ -670,14 +677,13 @@ class UserFiles:
     ones up to <last>, and `<session_id>.unlearned` says that some of them may wait.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.memory_file = AtomicStorage(folder / "memory.json", State())
-        self.transcripts: dict[str, AtomicStorage[Transcript]] = {}  # by file name
+    def __init__(self, folder: Path, cache: FileCache | None = None, model: str = ""):
+        self.folder, self.cache = folder, cache or FileCache()
+        self.model = model  # that makes vectors
 
     def load(self, name: str = "") -> State:
         """Return the facts' file; begin it where there is none; NotFound: there is no folder."""
-        state = self.memory_file.load()
+        state = self.cache.load(self.folder / "memory.json", State)
         if state.id:
             return state
         if not self.folder.is_dir():
@@ -689,21 +695,19 @@ class UserFiles:
         return self.write(State(name, uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
-        self.memory_file.write(state.tables())
-        return self.memory_file.value
-
-    def cached(self) -> list[AtomicFile[Any]]:
-        return [self.memory_file, *self.transcripts.values()]
+        self.cache.write(self.folder / "memory.json", state)
+        return state
 
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
         return sorted({path.name.split(".")[0] for path in paths})
 
-    def storage(self, session_id: str, last: int = 0) -> AtomicStorage[Transcript]:
+    def path(self, session_id: str, last: int = 0) -> Path:
         """Return a session's newest file, or the older one up to a turn."""
-        file = f"{session_id}.{last}.json" if last else f"{session_id}.json"
-        storage = AtomicStorage(self.folder / file, Transcript())
-        return self.transcripts.setdefault(file, storage)
+        return self.folder / f"{session_id}{f'.{last}' if last else ''}.json"
+
+    def transcript(self, session_id: str, last: int = 0) -> Transcript:
+        return self.cache.load(self.path(session_id, last), Transcript)
 
     def older(self, session_id: str) -> list[int]:
         """Return the last turns of a session's older files."""
@@ -712,7 +716,7 @@ class UserFiles:
 
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
-        newest = self.storage(session_id).load()
+        newest = self.transcript(session_id)
         if newest.turns:
             return newest.turns[-1]["turn"]
         return max([newest.turn, *self.older(session_id)])
@@ -720,7 +724,7 @@ class UserFiles:
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
         """Return a session's turns beyond a number."""
         files = [last for last in self.older(session_id) if last > mark] + [0]
-        each = (self.storage(session_id, last).load().turns for last in files)
+        each = (self.transcript(session_id, last).turns for last in files)
         # By number: after a kill two files may hold the same.
         turns = {row["turn"]: row for rows in each for row in rows}
         return [row for row in turns.values() if row["turn"] > mark]
@@ -749,7 +753,7 @@ class UserFiles:
             self.write(replace(state, name=name))
         state, waiting = self.load_unlearned()
         number = self.last_turn(session_id) + 1
-        return number, state, self.storage(session_id).value, waiting
+        return number, state, self.transcript(session_id), waiting
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
@@ -760,129 +764,99 @@ class UserFiles:
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
         # Before the turn, which is never learned without it. Durable with the next fsync.
         (self.folder / f"{session_id}.unlearned").touch()
-        newest = self.storage(session_id)
-        if len(newest.value.turns) >= FILE_TURNS:
-            self.roll_over(session_id)
-        table = TinyDB(storage=lambda: newest).table("turns")
-        table.insert(Document(row, doc_id=number))
-
-    def roll_over(self, session_id: str) -> None:
-        """Move the older half of a full file into one of its own."""
-        newest, half = self.storage(session_id), FILE_TURNS // 2
-        content = newest.load()
-        first, rest = content.turns[:half], content.turns[half:]
-        older = self.storage(session_id, first[-1]["turn"])
-        if older.load().turns not in ([], first):
-            set_aside(older.path)
-        older.write(Transcript(first).tables())
-        newest.write(replace(content, turns=rest).tables())
-
-    def write_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
-        """Write a session's summary, if the turns it holds still are its oldest unfolded ones."""
-        newest = self.storage(session_id)
-        content = newest.load()
-        if content.unfolded()[: len(old)] == old:
-            last = old[-1]["turn"]
-            newest.write(replace(content, summary=summary, turn=last).tables())
+        path, newest = self.path(session_id), self.transcript(session_id)
+        if len(newest.turns) >= FILE_TURNS:  # the older half gets a file of its own
+            half = FILE_TURNS // 2
+            first, rest = newest.turns[:half], newest.turns[half:]
+            last = first[-1]["turn"]
+            if self.transcript(session_id, last).turns not in ([], first):
+                set_aside(self.path(session_id, last))
+            self.cache.write(self.path(session_id, last), Transcript(first))
+            self.cache.write(path, replace(newest, turns=rest))
+        turns = TinyDB(path, self.cache, storage=TranscriptStorage).table("turns")
+        turns.insert(Document(row, doc_id=number))
 
     def erase(self, *patterns: str) -> None:
         """Unlink the files that match, for each pattern in turn."""
         for pattern in patterns:
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink()
+                self.cache.kept.pop(path, None)
         fsync_folder(self.folder)
 
 
 class IndexedFiles(UserFiles):
     """A user's files, and what is derived from them: vectors, and an index of the facts."""
 
-    def __init__(self, folder: Path, embedder: "Embedder"):
-        super().__init__(folder)
-        self.embedder = embedder  # for the model's name
-        self.fact_vectors = VectorFile(folder / "memory.faiss", {})
-        self.turn_vectors = VectorFile(folder / "turns.faiss", {})
-        self.unsaved: dict[int, np.ndarray] = {}  # vectors that are not on disk
-        self.fact_index: tuple[Any, Index] | None = None  # stamps it is made of, index
+    def entries(self, file: str) -> list[tuple[int, Entry]]:
+        """Return what is in FACTS or MESSAGES, each with the id of its vector there.
 
-    def measure(self) -> int:
-        """Return about how many bytes of files are held in memory."""
-        files = [*self.cached(), self.fact_vectors, self.turn_vectors]
-        stamps = [file.stamp for file in files]  # a thread may be changing them
-        # A file that is not there has an object too.
-        return sum(2000 + (found[1] if found else 0) for found in stamps)
+        An id is 63 bits of a hash: another text, model or session has another vector.
+        """
+        if file == FACTS:
+            found = fact_entries(self.load().facts)
+        else:
+            each = ((id, self.turns_after(id, 0)) for id in self.sessions())
+            found = [
+                entry for id, turns in each for entry in message_entries(id, turns)
+            ]
+        ids = []
+        for entry in found:
+            content = f"{self.model}\0{entry.session_id}\0{entry.text}".encode()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            ids.append(int.from_bytes(digest, "big") >> 1)
+        return list(zip(ids, found, strict=True))
 
-    def vector_id(self, entry: Entry) -> int:
-        """Return 63 bits of a hash: another text, model or session has another vector."""
-        content = f"{self.embedder.model}\0{entry.session_id}\0{entry.text}".encode()
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+    def vectors(self, file: str) -> Vectors:
+        return self.cache.load(self.folder / file, Vectors)
 
-    def vectors(self) -> dict[int, np.ndarray]:
-        """Return all vectors by id, normalised: those on disk, from whomever, and our new ones."""
-        known = self.turn_vectors.load() | self.fact_vectors.load() | self.unsaved
+    def missing(self, file: str) -> dict[int, Entry]:
+        """Return the entries without a vector, by its id."""
+        known = self.vectors(file)
+        return {id: entry for id, entry in self.entries(file) if id not in known}
+
+    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
+        """Add vectors to a file, and drop those whose entries are gone."""
+        known = self.vectors(file) | new
+        # Those of another size than the newest are of a model that had its name.
         size = len(next(reversed(known.values()), ()))
-        # The newest stand last; those of another size are of a model that had its name.
-        return {id: vector for id, vector in known.items() if len(vector) == size}
+        ids = [id for id, _ in self.entries(file)]
+        kept = {id: known[id] for id in ids if len(known.get(id, ())) == size > 0}
+        if kept:
+            self.cache.write(self.folder / file, Vectors(kept))
+        else:
+            (self.folder / file).unlink(missing_ok=True)
 
-    def index(self, entries: list[Entry]) -> Index:
-        vectors = self.vectors()
-        return Index(entries, [vectors.get(self.vector_id(e)) for e in entries])
+    def index(self, file: str) -> Index:
+        entries, vectors = self.entries(file), self.vectors(file)
+        found = [vectors.get(id) for id, _ in entries]
+        return Index([entry for _, entry in entries], found)
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
-    ) -> Scored:
-        facts = self.load().facts
-        self.fact_vectors.load()
-        made_of = self.memory_file.stamp, self.fact_vectors.stamp
-        if self.fact_index is None or self.fact_index[0] != made_of:
-            self.fact_index = made_of, self.index(fact_entries(facts))
-        found = self.fact_index[1].search(query, vector, k, cut)
+    ) -> list[Row]:
+        """Return at most k facts that bear on a query, each with its score, best first."""
+        facts, path = self.load().facts, self.folder / "index"  # there is no such file
+        stamps = stamp(self.folder / "memory.json") or (0, 0, 0)
+        made_of = *stamps, stamp(self.folder / FACTS), self.model
+        known, index = self.cache.kept.get(path, (None, None))
+        if known != made_of:
+            index = self.index(FACTS)
+            self.cache.kept[path] = made_of, index
+        found = index.search(query, vector, k, cut)
         return [{**facts[entry.key], "score": score} for score, entry in found]
 
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        found = self.index(self.messages()).search(query, vector, 4 * k, cut=False)
+        found = self.index(MESSAGES).search(query, vector, 4 * k, cut=False)
         places = dict.fromkeys((entry.session_id, entry.key) for _, entry in found)
         exchanges = []
         for session_id, number in [*places][:k]:
             turns = self.turns_after(session_id, number - 2)
             exchanges.append((session_id, [t for t in turns if t["turn"] < number + 2]))
         return exchanges
-
-    def messages(self) -> list[Entry]:
-        each = ((id, self.turns_after(id, 0)) for id in self.sessions())
-        return [entry for id, turns in each for entry in message_entries(id, turns)]
-
-    def missing(self, turns: list[Unlearned] | None = None) -> list[Entry]:
-        """Return the facts, and the messages of turns (None: all), that have no vector."""
-        entries, vectors = fact_entries(self.load().facts), self.vectors()
-        entries += self.messages() if turns is None else []
-        for turn in turns or []:
-            entries += message_entries(turn.session_id, [turn.row])
-        wanted = {self.vector_id(entry): entry for entry in entries}
-        return [entry for id, entry in wanted.items() if id not in vectors]
-
-    def remember(self, vectors: dict[Entry, np.ndarray]) -> None:
-        self.unsaved |= {self.vector_id(e): v for e, v in vectors.items()}
-        self.fact_index = None
-
-    def save_vectors(self) -> None:
-        """Write the vectors of what is there, and forget all others."""
-        vectors = self.vectors()
-        for file, entries in (
-            (self.fact_vectors, fact_entries(self.load().facts)),
-            (self.turn_vectors, self.messages()),
-        ):
-            ids = map(self.vector_id, entries)
-            file.write({id: vectors[id] for id in ids if id in vectors})
-        self.unsaved = {}
-
-    def erase_vectors(self, file: VectorFile) -> None:
-        """Unlink a file of vectors, with its copies; `save_vectors` writes those that stay."""
-        self.unsaved = self.vectors()
-        self.erase(f"*{file.path.name}*")
 
 
 def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
@@ -905,25 +879,24 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 # The user's own data: functions for Memory.user_data
 
 
-def list_sessions(files: IndexedFiles) -> list[Row]:
+def list_sessions(files: UserFiles) -> list[Row]:
     """Return the sessions, the latest first."""
     files.load()
     found = []
     for session_id in files.sessions():
-        turns = files.storage(session_id).load().turns
-        last = files.last_turn(session_id)
+        turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
         ended = turns[-1]["ended_at"] if turns else None
         found.append({"session_id": session_id, "turns": last, "updated_at": ended})
     return sorted(found, key=lambda row: row["updated_at"] or "", reverse=True)
 
 
-def read_session(files: IndexedFiles, session_id: str) -> tuple[str, list[TurnRow]]:
+def read_session(files: UserFiles, session_id: str) -> tuple[str, list[TurnRow]]:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
     session_id = str(UUID(session_id))
     turns = files.turns_after(session_id, 0)
     if not turns:
         raise NotFound("session")
-    return files.storage(session_id).load().summary, turns
+    return files.transcript(session_id).summary, turns
 
 
 def delete_session(files: IndexedFiles, session_id: str) -> None:
@@ -935,12 +908,11 @@ def delete_session(files: IndexedFiles, session_id: str) -> None:
     session_id = str(UUID(session_id))
     if not any(files.folder.glob(f"*{session_id}.*")):
         raise NotFound("session")
-    files.transcripts = {}  # else it is kept here
+    vectors = files.vectors(MESSAGES)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
-    older = [f"{session_id}.{last}.json" for last in files.older(session_id)]
-    files.erase_vectors(files.turn_vectors)
-    files.erase(f".{session_id}.*", *older, f"{session_id}.*")
-    files.save_vectors()
+    older = [files.path(session_id, last).name for last in files.older(session_id)]
+    files.erase(f"*{MESSAGES}*", f".{session_id}.*", *older, f"{session_id}.*")
+    files.save_vectors(MESSAGES, vectors)
 
 
 def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
@@ -956,13 +928,13 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
         facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
         state = replace(state, facts=facts, history=history)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
-    files.erase_vectors(files.fact_vectors)
-    files.erase("memory.json.*", ".memory.json.*")
+    vectors = files.vectors(FACTS)
+    files.erase(f"*{FACTS}*", "memory.json.*", ".memory.json.*")
     files.write(state)
-    files.save_vectors()
+    files.save_vectors(FACTS, vectors)
 
 
-def fact_history(files: IndexedFiles, fact_id: str) -> list[HistoryRow]:
+def fact_history(files: UserFiles, fact_id: str) -> list[HistoryRow]:
     """Return what happened to a fact, oldest first; NotFound: the user has none such."""
     state = files.load()
     found = [row for row in state.history if row["memory_id"] == fact_id]
@@ -975,7 +947,7 @@ def texts(row: HistoryRow) -> set[str | None]:
     return {row["old_memory"], row["new_memory"]} - {None}
 
 
-def delete_user(files: IndexedFiles) -> None:
+def delete_user(files: UserFiles) -> None:
     """Delete everything: at once for all others, even if this process is killed here."""
     if not files.folder.is_dir():
         raise NotFound("user")
@@ -984,61 +956,6 @@ def delete_user(files: IndexedFiles) -> None:
     fsync_folder(gone.parent)
     with suppress(FileNotFoundError):  # a start may be at it as well
         shutil.rmtree(gone)
-
-
-class User:
-    """Who has these files: takes the lock for all that is done with them."""
-
-    def __init__(self, memory: "Memory", key: str):
-        self.memory, self.key = memory, key
-        self.files = IndexedFiles(memory.folder / key, memory.embedder)
-        self.busy = 0  # turns that run, and workers that look
-        self.used = 0.0  # seconds of the event loop's clock
-        self.size = 2000  # what `measure` said last
-
-    async def run(
-        self, function: Callable[..., T], *arguments: Any, warm: str = ""
-    ) -> T:
-        """Call a function in a thread, under the user's lock; note it where the files fail.
-
-        It is called on the event loop where all it reads is cached: with 64 turns at
-        once, a thread costs 20 ms more.
-
-        Args:
-            warm: The transcript's file that it reads, where it reads no other.
-        """
-        locks = self.memory.locks
-        try:
-            async with locks.held(self.key):
-                cached = self.files.cached() if warm in self.files.transcripts else []
-                if cached and all(file.stamp == stamp(file.path) for file in cached):
-                    return function(*arguments)
-                return await locks.in_thread(function, *arguments)
-        except OSError:
-            self.memory.degraded.note("storage", failed=True)
-            raise
-
-    async def change(
-        self, function: Callable[["FactStore", list[Unlearned]], T], id: str = ""
-    ) -> T:
-        """Change a copy of the facts, knowing what waits, then write it whole, or not at all.
-
-        NotFound: the user with this id was deleted, and may be there anew.
-        """
-
-        def work() -> T:
-            state, waiting = self.files.load_unlearned()
-            if id not in ("", state.id):
-                raise NotFound("user")
-            a_copy = State.parse(state.tables())  # what `load` gave is never changed
-            store = FactStore(self.memory.mem0, a_copy)
-            result = function(store, waiting)
-            self.files.write(store.state)
-            return result
-
-        result = await self.run(work)
-        self.memory.degraded.note("storage", failed=False)
-        return result
 
 
 # --- Facts (Mem0) ---
@@ -1140,7 +1057,7 @@ def open_mem0(folder: Path) -> Any:
     return opened
 
 
-def scored(facts: Iterable[Fact]) -> Scored:
+def scored(facts: Iterable[Fact]) -> list[Row]:
     """Return facts with what they are worth now, best first."""
     at = datetime.now(UTC)
     found = [{**fact, "score": round(fact_score(fact, at), 4)} for fact in facts]
@@ -1754,7 +1671,7 @@ class Embedder:
         self.size = 0  # of a vector
 
     async def vectors(
-        self, texts: list[str], query: bool = True
+        self, texts: Iterable[str], query: bool = True
     ) -> list[np.ndarray | None]:
         """Return the vectors there in time; what is under way goes on, for the next who asks."""
         settings = self.settings
@@ -1843,13 +1760,12 @@ class Memory:
         rerank: Rerank | None = None,
         settings: Settings = Settings(),
     ):
-        self.folder = make_folder(folder)
+        self.folder, self.cache = make_folder(folder), FileCache()
         self.rerank, self.settings = rerank, settings
         self.degraded = Degraded()
         self.embedder = Embedder(embed, model, settings, self.degraded)
         self.mem0 = open_mem0(self.folder)
         self.learner = Learner(self, complete)
-        self.users: dict[str, User] = {}  # the latest used last
 
     async def open(self) -> None:
         """Take the folder, and go on learning what a crash or a stop left unlearned.
@@ -1862,35 +1778,54 @@ class Memory:
         self.learner.tasks[""] = asyncio.create_task(self.learner.resume())
 
     async def close(self) -> None:
-        """End learning (what is not done stays on disk) and write the vectors."""
+        """End learning; what is not done stays on disk, for the next who opens the folder."""
         tasks = [*self.learner.tasks.values(), *self.embedder.asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
             ended.clear()  # it may be opened again
-        for user in [user for user in self.users.values() if user.files.unsaved]:
-            # What a full disk keeps from being written is made again.
-            with suppress(NotFound, OSError):
-                await user.run(user.files.save_vectors)
         self.locks.close()
 
-    def user(self, key: str) -> User:
-        user = self.users.pop(key, None)
-        self.users[key] = user or User(self, key)
-        return self.users[key]
+    async def run(self, user: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of a user's files in a thread, under the user's lock.
 
-    def named(self, user_id: str) -> User:
-        """Return the user of whom a request tells."""
-        return self.user(folder_name(normal_name(user_id)))
+        Args:
+            user: The name of the user's folder.
+        """
+        files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
+        try:
+            async with self.locks.held(user):
+                return await self.locks.in_thread(function, files, *arguments)
+        except OSError:
+            self.degraded.note("storage", failed=True)
+            raise
 
-    def evict(self) -> None:
-        """Forget who was away longest where too much is held."""
-        held = sum(user.size for user in self.users.values())
-        for user in [*self.users.values()]:
-            if held > CACHE_BYTES and not user.busy and not user.files.unsaved:
-                held -= user.size
-                del self.users[user.key]
+    async def change(
+        self,
+        user: str,
+        function: Callable[["FactStore", list[Unlearned]], T],
+        id: str = "",
+    ) -> T:
+        """Change a copy of the facts, knowing what waits, then write it whole, or not at all.
+
+        NotFound: the user with this id was deleted, and may be there anew.
+        """
+
+        def work(files: UserFiles) -> T:
+            state, waiting = files.load_unlearned()
+            if id not in ("", state.id):
+                raise NotFound("user")
+            # What `load` gave is never changed.
+            copies = {**state.facts}, {**state.learned}, [*state.history]
+            store = FactStore(self.mem0, State(state.name, state.id, *copies))
+            result = function(store, waiting)
+            files.write(store.state)
+            return result
+
+        result = await self.run(user, work)
+        self.degraded.note("storage", failed=False)
+        return result
 
     @asynccontextmanager
     async def turn(self, user_id: str, session_id: str) -> AsyncIterator["Turn"]:
@@ -1904,47 +1839,39 @@ class Memory:
             OSError: The user's files cannot be read or written.
         """
         name, session_id = normal_name(user_id), str(UUID(session_id))
-        user = self.named(name)
-        user.used = self.locks.loop.time()
-        user.busy += 1
+        user = folder_name(name)
         try:
-            async with self.locks.held(f"{user.key}/{session_id}"):
-                begun = await user.run(
-                    user.files.begin, name, session_id, warm=f"{session_id}.json"
-                )
+            async with self.locks.held(f"{user}/{session_id}"):
+                begun = await self.run(user, UserFiles.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
-            user.busy -= 1
-            self.learner.schedule(user.key, turn=True)
+            self.learner.schedule(user, turn=True)
 
-    async def search(self, user: User, query: str, k: int) -> tuple[Scored, list[str]]:
-        """Return at most k facts that bear on a query, and what was degraded."""
-        self.learner.schedule(user.key)  # some facts may have lost their vectors
+    async def search(
+        self, user: str, query: str, k: int
+    ) -> tuple[list[Row], list[str]]:
+        """Return at most k facts that bear on a query, best first, and what was degraded."""
+        self.learner.schedule(user)  # some facts may have lost their vectors
         [vector] = await self.embedder.vectors([query])
-        found = await user.run(user.files.search_facts, query, vector, max(k, RERANKED))
+        search = IndexedFiles.search_facts
+        found = await self.run(user, search, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
         if self.rerank and found:
+            texts = [fact["text"] for fact in found]
             try:
-                found = await self.reranked(query, found, k)
+                async with asyncio.timeout(self.settings.rerank_timeout):
+                    scores = dict(await self.rerank(query[:2000], texts, k))
+                if len(scores) < min(k, len(found)) or not math.isfinite(
+                    sum(scores.values())
+                ):
+                    raise ValueError("no score for each of the best")
+                ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
+                found = sorted(ranked, key=lambda fact: -fact["score"])
             except Exception:  # whatever the endpoint did: the order stands
                 log.warning("reranking failed", exc_info=True)
                 degraded.append("rerank")
             self.degraded.note("rerank", failed="rerank" in degraded)
         return found[:k], degraded
-
-    async def reranked(self, query: str, found: Scored, k: int) -> Scored:
-        """Return the k best of what was found as a cross-encoder sees it."""
-        assert self.rerank
-        texts = [fact["text"] for fact in found]
-        async with asyncio.timeout(self.settings.rerank_timeout):
-            scores = dict(await self.rerank(query[:2000], texts, k))
-        finite = all(map(math.isfinite, scores.values()))
-        if not finite or len(scores) < min(k, len(found)):
-            raise ValueError("no score for each of the best")
-        ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
-        return sorted(ranked, key=lambda fact: -fact["score"])
-
-    # The user's own data
 
     async def facts(
         self, user_id: str, query: str | None = None, k: int = 20
@@ -1954,18 +1881,19 @@ class Memory:
             if query is None:
                 state = await self.user_data(user_id, UserFiles.load)
                 return scored(state.facts.values())
-            return (await self.search(self.named(user_id), query, k))[0]
+            user = folder_name(normal_name(user_id))
+            return (await self.search(user, query, k))[0]
         return []
 
     async def user_data(
         self, user_id: str, function: Callable[..., T], *arguments: Any
     ) -> T:
         """Call a function of a user's files, under the user's lock; NotFound, OSError: as it does."""
-        user = self.named(user_id)
+        user = folder_name(normal_name(user_id))
         try:
-            return await user.run(function, user.files, *arguments)
+            return await self.run(user, function, *arguments)
         finally:
-            self.learner.schedule(user.key)  # it may have found damage
+            self.learner.schedule(user)  # it may have found damage
 
 
 # --- Learning ---
@@ -1993,8 +1921,6 @@ class Learner:
         # By user; under "" the one that looks at the start for what waits
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
-        self.trouble: defaultdict[str, defaultdict[str, Trouble]]  # by user and turn
-        self.trouble = defaultdict(lambda: defaultdict(Trouble))
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
 
@@ -2002,31 +1928,34 @@ class Learner:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
         found = await self.memory.locks.in_thread(find_markers, self.memory.folder)
         self.pending |= found
-        for key in found:
-            self.schedule(key)
+        for user in found:
+            self.schedule(user)
 
-    def schedule(self, key: str, turn: bool = False) -> None:
+    def schedule(self, user: str, turn: bool = False) -> None:
         """Look at what is to be done for a user: after a turn soon, else after a pause."""
-        if key not in self.due:
-            self.due[key], turn = asyncio.Event(), True
-            self.tasks[key] = asyncio.create_task(self.work_for(key))
+        if user not in self.due:
+            self.due[user], turn = asyncio.Event(), True
+            self.tasks[user] = asyncio.create_task(self.work_for(user))
         if turn:
-            self.due[key].set()
+            self.due[user].set()
 
-    async def work_for(self, key: str) -> None:
+    async def work_for(self, user: str) -> None:
         """Do one thing after the other for a user, until nothing is left."""
-        due, back_off, pause = self.due[key], BACK_OFF, 0.0
+        due, back_off, pause = self.due[user], BACK_OFF, 0.0
+        troubles: defaultdict[str, Trouble] = defaultdict(Trouble)  # by turn
         while due.is_set() or pause < math.inf:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await due.wait()
+            quiet = not due.is_set()
             due.clear()
             await asyncio.sleep(LEARN_DELAY)
             try:
-                pause, back_off = await self.do_next(key), BACK_OFF
+                async with self.memory.locks.held(f"{user}/learn"):
+                    pause = await self.do_next(user, quiet, troubles)
+                back_off = BACK_OFF
             except NotFound:  # deleted
-                self.memory.users.pop(key, None)
-                del self.pending[key]
+                del self.pending[user]
                 pause = math.inf
             except (NoAnswer, OSError) as error:
                 if isinstance(error, OSError):
@@ -2035,113 +1964,90 @@ class Learner:
             except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
                 pause = math.inf
-        self.trouble.pop(key, None)
-        del self.due[key], self.tasks[key]
+            self.memory.cache.trim()
+        del self.due[user], self.tasks[user]
 
-    async def do_next(self, key: str) -> float:
-        """Do the next thing for a user; return seconds until the next look, inf: none is needed.
+    async def do_next(
+        self, user: str, quiet: bool, troubles: defaultdict[str, Trouble]
+    ) -> float:
+        """Learn the first turns that wait, or else make vectors that are missing.
 
-        Raises:
-            NoAnswer: An endpoint gave none.
-            NotFound: The user was deleted.
-            OSError: The user's files cannot be read or written.
+        Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
         """
-        user, locks = self.memory.user(key), self.memory.locks
-        user.busy += 1
-        try:
-            async with locks.held(f"{key}/learn"):
-                async with self.at_work:
-                    learned = await self.learn(user)
-                if learned is None:
-                    return await self.housekeeping(user)
-                await self.embed_missing(user, learned)
-                return 0.0
-        finally:
-            user.busy -= 1
-            user.size = user.files.measure()
-            self.memory.evict()
-
-    async def housekeeping(self, user: User) -> float:
-        """When the user has gone quiet, make the vectors that are missing, and write all."""
-        rest = user.used + QUIET - self.memory.locks.loop.time()
-        if rest > 0:
-            return rest
-        embedded = await self.embed_missing(user)
-        if user.files.unsaved:
-            await user.run(user.files.save_vectors)
-        if not embedded:
+        async with self.at_work:
+            learned = await self.learn(user, troubles)
+        whole = await self.embed_missing(user, FACTS)
+        if learned:
+            self.due[user].set()
+            return 0.0
+        if not quiet:
+            return QUIET
+        if not (await self.embed_missing(user, MESSAGES) and whole):
             raise NoAnswer("no embeddings")
         return math.inf
 
-    async def embed_missing(
-        self, user: User, turns: list[Unlearned] | None = None
-    ) -> bool:
-        """Embed facts, and messages of turns (None: all), without a vector; tell whether none failed."""
-        embedder, complete = self.memory.embedder, True
-        missing = await user.run(user.files.missing, turns) if embedder.embed else []
+    async def embed_missing(self, user: str, file: str) -> bool:
+        """Make and write the vectors that a file lacks; tell whether none failed."""
+        run, embedder = self.memory.run, self.memory.embedder
+        missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
+        made: dict[int, np.ndarray] = {}
         for n in range(0, len(missing), 32):  # some servers take no more
-            batch = missing[n : n + 32]
-            found = await embedder.vectors([entry.text for entry in batch], query=False)
-            pairs = zip(batch, found, strict=True)
-            made = {entry: vector for entry, vector in pairs if vector is not None}
-            complete = complete and len(made) == len(batch)
-            if not made:  # the endpoint is away
+            batch = dict([*missing.items()][n : n + 32])
+            asked = [entry.text for entry in batch.values()]
+            found = zip(batch, await embedder.vectors(asked, query=False), strict=True)
+            new = {id: vector for id, vector in found if vector is not None}
+            made |= new
+            if not new:  # the endpoint is away
                 break
-            await user.run(user.files.remember, made)
-        return complete
+        if made:
+            await run(user, IndexedFiles.save_vectors, file, made)
+        return len(made) == len(missing)
 
-    async def learn(self, user: User) -> list[Unlearned] | None:
-        """Learn the first turns that wait; return those now learned, None: nothing waits."""
-        state, waiting = await user.run(user.files.load_unlearned)
-        self.pending[user.key] = len(waiting)
+    async def learn(self, user: str, troubles: defaultdict[str, Trouble]) -> bool:
+        """Learn the first turns that wait; tell whether there were any. Raises NoAnswer."""
+        state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
+        self.pending[user] = len(waiting)
         if not waiting:
-            del self.pending[user.key]
-            return None
-        batch, degraded = self.batch(user.key, waiting), self.memory.degraded
-        # A bad answer counts for each turn; a request is made smaller for the first.
-        troubles = [self.trouble[user.key][turn.key] for turn in batch]
-        trouble = troubles[0]
-        operations: list[Operation] = []
+            del self.pending[user]
+            return False
+        batch, degraded = waiting[:BATCH_TURNS], self.memory.degraded
+        each = [troubles[turn.key] for turn in batch]
+        if any(trouble.smaller or trouble.bad_answers > 1 for trouble in each):
+            batch = batch[:1]
+        said = [turn.row["query"] + turn.row["response"][:1000] for turn in batch]
+        room = learning_prompt(self.context_tokens, 0)[1] * 3 // 4  # the rest: facts
+        while len(said) > 1 and prompt_tokens([as_message("user", said)]) > room:
+            said = said[: len(said) // 2]
+        batch, first, operations = batch[: len(said)], each[0], list[Operation]()
         try:
-            if trouble.bad_answers < 3:
-                operations = await self.propose(user, state, batch, trouble.smaller)
+            if first.bad_answers < 3:
+                operations = await self.propose(user, state, batch, first.smaller)
                 self.totals["learned"] += 1
                 degraded.note("learning", failed=False)
         except BadAnswer as error:
             log.warning("bad answer while learning: %s", error)
-            for each in troubles:
-                each.bad_answers += 1
-            return []
+            for trouble in each[: len(batch)]:
+                trouble.bad_answers += 1
+            return True
         except NoAnswer as error:
             new = "learning" not in degraded  # each waiting user tries again
             log.warning("no answer while learning: %r", error, exc_info=new)
             degraded.note("learning", failed=True)
             refused = isinstance(error, RequestRefused)
-            if refused and trouble.smaller < 2:
-                trouble.smaller += 1
-                return []
+            if refused and first.smaller < 2:
+                first.smaller += 1
+                return True
             if refused and self.totals["learned"]:
-                trouble.bad_answers += 1  # others are answered: it is this turn
+                first.bad_answers += 1  # others are answered: it is this turn
             raise
         await self.commit(user, batch, operations)
-        if trouble.bad_answers >= 3:  # it was not asked about again
+        if first.bad_answers >= 3:  # it was not asked about again
             log.error("a turn gave three bad answers and counts as learned")
             self.totals["given up"] += 1
-        return batch
-
-    def batch(self, key: str, waiting: list[Unlearned]) -> list[Unlearned]:
-        """Return the first turns to learn together; what has failed goes alone."""
-        room = learning_prompt(self.context_tokens, 0)[1] * 3 // 4  # the rest: facts
-        for count, turn in enumerate(waiting[:BATCH_TURNS]):
-            said = turn.row["query"] + turn.row["response"][:1000]
-            room -= prompt_tokens([as_message("user", said)]) + 20
-            trouble = self.trouble[key][turn.key]
-            if room < 0 or trouble.bad_answers >= 2 or trouble.smaller:
-                return waiting[: max(1, count)]
-        return waiting[:BATCH_TURNS]
+        return True
 
     async def propose(
-        self, user: User, state: State, batch: list[Unlearned], smaller: int
+        self, user: str, state: State, batch: list[Unlearned], smaller: int
     ) -> list[Operation]:
         """Return the operations by which the model would learn turns, those that may pass.
 
@@ -2150,28 +2056,63 @@ class Learner:
             NoAnswer: There is none.
         """
         messages, room = learning_prompt(self.context_tokens, smaller)
-        shown, sizes = [], {"query": 500, "response": 500}
+        shown, sizes = list[Row](), {"query": 500, "response": 500}
         if smaller < 2:
-            shown = await facts_to_show(self.memory, user, state, batch, room // 4)
+            shown = await self.facts_to_show(user, state, batch, room // 6)
             # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
             sizes["query"] = max(500, room)
             sizes["response"] = max(300, min(1000, room // 3))
-        rows = [turn.row for turn in batch]
-        texts = [fact["text"] for fact in shown]
+        texts, rows = [fact["text"] for fact in shown], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
         asked = await in_thread(learning_request, texts, rows, sizes)
-        answer = await ask(self.complete, [*messages, asked], form)
+        answer = await self.ask([*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
             # Nothing is found where fewer than three facts have a vector.
-            found = await nearest_facts(self.memory, user, batch, 1, by_words=False)
+            found = await self.nearest_facts(user, batch, 1, by_words=False)
             each = zip(batch, found, strict=True)
             nearest = {turn.key: facts[0]["id"] for turn, facts in each if facts}
         return await in_thread(admit, proposed, shown, batch, nearest)
 
+    async def facts_to_show(
+        self, user: str, state: State, batch: list[Unlearned], room: int
+    ) -> list[Row]:
+        """Return the facts a batch may touch: all if few, else those nearest to each query."""
+        facts: list[Any] = [*state.facts.values()]
+        if within_budget(facts[:200], room) != facts:
+            each = await self.nearest_facts(user, batch, 200)
+            # The best of each query before the second best of any
+            best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
+            found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
+            facts = [*found.values()]
+        return within_budget(facts[:200], room)
+
+    async def nearest_facts(
+        self, user: str, batch: list[Unlearned], k: int, by_words: bool = True
+    ) -> list[list[Row]]:
+        """Return for each turn the k facts nearest to its query, by meaning and words."""
+        queries = [turn.row["query"] for turn in batch]
+        vectors = await self.memory.embedder.vectors(queries)
+        words = queries if by_words else [""] * len(queries)
+        pairs = list(zip(words, vectors, strict=True))
+
+        def search(files: IndexedFiles) -> list[list[Row]]:
+            return [files.search_facts(*pair, k, cut=False) for pair in pairs]
+
+        return await self.memory.run(user, search)
+
+    async def ask(self, messages: list[Message], form: Row) -> str:
+        """Return the model's answer; NoAnswer: there is none."""
+        try:
+            return await self.complete(messages, form)
+        except NoAnswer:
+            raise
+        except Exception as error:  # whatever kept the endpoint from answering
+            raise NoAnswer(repr(error)) from error
+
     async def commit(
-        self, user: User, batch: list[Unlearned], operations: list[Operation]
+        self, user: str, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
         settings = self.memory.settings
@@ -2181,83 +2122,42 @@ class Learner:
                 return False  # deleted, or learned by somebody else
             for operation in operations:
                 store.apply(operation)
-            store.state.learned |= {t.session_id: t.row["turn"] for t in batch}
+            store.state.learned.update({t.session_id: t.row["turn"] for t in batch})
             store.forget_faded(settings.max_facts)
             return True
 
-        if not await user.change(apply_all):
-            return
-        for turn in batch:
-            del self.trouble[user.key][turn.key]
-        if settings.summaries:
+        if await self.memory.change(user, apply_all) and settings.summaries:
             for session_id in {turn.session_id for turn in batch}:
                 await self.summarize(user, session_id)
 
-    async def summarize(self, user: User, session_id: str) -> None:
+    async def summarize(self, user: str, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
-        keep = self.memory.settings.history_turns
-        transcript = await user.run(lambda: user.files.storage(session_id).load())
+        keep, run = self.memory.settings.history_turns, self.memory.run
+        transcript = await run(user, UserFiles.transcript, session_id)
         turns = transcript.unfolded()
         if len(turns) <= 2 * keep:
             return
         old = turns[:-keep]
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         size = room // len(old) // 2
-        said = [
-            {"query": cut(row["query"], size), "response": cut(row["response"], size)}
-            for row in old
-        ]
+        said = [{p: cut(row[p], size) for p in ("query", "response")} for row in old]
         asked = {"previous": cut(transcript.summary, room), "turns": said}
         prompt = [message("system", SUMMARY_PROMPT), as_message("user", asked)]
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
-            answer = await ask(self.complete, prompt, form)
-            summary = parse_answer(answer, "summary", str).strip()
-            if not summary:
-                raise BadAnswer("an empty summary")
+            answer = parse_answer(await self.ask(prompt, form), "summary", str)
         except (BadAnswer, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
-        await user.run(user.files.write_summary, session_id, old, cut(summary, 8000))
 
+        def write_summary(files: UserFiles) -> None:
+            now = files.transcript(session_id)
+            if now.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
+                new = replace(now, summary=cut(summary, 8000), turn=old[-1]["turn"])
+                files.cache.write(files.path(session_id), new)
 
-async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
-    """Return a model's answer; NoAnswer: there is none."""
-    try:
-        return await complete(messages, form)
-    except NoAnswer:
-        raise
-    except Exception as error:  # whatever kept the endpoint from answering
-        raise NoAnswer(repr(error)) from error
-
-
-async def facts_to_show(
-    memory: Memory, user: User, state: State, batch: list[Unlearned], room: int
-) -> list[Row]:
-    """Return the facts a batch may touch: all if few, else those nearest to each query."""
-    facts = [*state.facts.values()]
-    room = room * 2 // 3  # tokens; JSON takes half as much again as a line of hints
-    shown = within_budget(facts[:200], room)
-    if len(shown) == len(facts):
-        return shown
-    each = await nearest_facts(memory, user, batch, 200)
-    # The best of each query before the second best of any
-    best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
-    found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
-    return within_budget([*found.values()][:200], room)
-
-
-async def nearest_facts(
-    memory: Memory, user: User, batch: list[Unlearned], k: int, by_words: bool = True
-) -> list[list[Row]]:
-    """Return for each turn the k facts nearest to its query, by meaning and words."""
-    queries = [turn.row["query"] for turn in batch]
-    vectors = await memory.embedder.vectors(queries)
-    words = queries if by_words else [""] * len(queries)
-    pairs = list(zip(words, vectors, strict=True))
-    return await user.run(
-        lambda: [user.files.search_facts(*pair, k, cut=False) for pair in pairs]
-    )
+        if summary := answer.strip():
+            await run(user, write_summary)
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -2274,7 +2174,7 @@ def find_markers(folder: Path) -> Counter[str]:
 class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
-    def __init__(self, memory: Memory, user: User, session_id: str, begun: Begun):
+    def __init__(self, memory: Memory, user: str, session_id: str, begun: Begun):
         self.memory, self.user, self.session_id = memory, user, session_id
         self.number, self.state, transcript, self.unlearned = begun
         self.summary = transcript.summary
@@ -2317,8 +2217,7 @@ class Turn:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
         shown = {*history} or {row["query"] for row in self.turns}
         said = [turn.row["query"] for turn in reversed(self.unlearned)]
-        new = [query for query in said if query and query not in shown]
-        return [quoted(query[:1000]) for query in new]
+        return [quoted(text[:1000]) for text in said if text and text not in shown]
 
     async def save(
         self,
@@ -2355,13 +2254,11 @@ class Turn:
             "started_at": started_at or now(),
             "ended_at": now(),
         }
-        await to_the_end(asyncio.ensure_future(self.append(row)))
-
-    async def append(self, row: TurnRow) -> None:
-        user, id = self.user, self.state.id
-        await user.run(user.files.append, id, self.session_id, row)
+        append = UserFiles.append, self.state.id, self.session_id, row
+        saving = asyncio.ensure_future(self.memory.run(self.user, *append))
+        await to_the_end(saving)
         self.memory.degraded.note("storage", failed=False)
-        self.memory.learner.pending[user.key] += 1
+        self.memory.learner.pending[self.user] += 1
 
     # Tools for the model: user and session are bound, never arguments.
 
@@ -2378,15 +2275,27 @@ class Turn:
         row: Any = {"turn": self.number, "ended_at": now()}
         turn = Unlearned(self.session_id, row)
         operation = {"op": "add", "kind": "episodic", "importance": 0.5, "turn": turn}
+        earlier = await self.memory.run(
+            self.user, UserFiles.turns_after, self.session_id, 0
+        )
+        rows = earlier + [waiting.row for waiting in self.unlearned]
+        said = [row["query"] for row in rows] + [self.message]
+        words = key_words("\n".join(QUOTED.sub("", text) for text in said))
 
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
-            turns = self.user.files.turns_after(self.session_id, 0)
-            turns += [waiting.row for waiting in self.unlearned]
-            said = [row["query"] for row in turns] + [self.message]
-            own = "\n".join(QUOTED.sub("", text) for text in said)
-            words, verdicts, facts = key_words(own), [], store.state.facts
+            verdicts, facts = [], store.state.facts
             for item in map(one_line, items[:20]):
-                score, reason = rate_item(item, words)
+                own = key_words(item)
+                score = len(own & words) / max(1, len(own))
+                reason = ""
+                if not storable(item):
+                    reason = (
+                        "not to be kept: too long, passing, secret or an instruction"
+                    )
+                elif len(own) < 2:
+                    reason = "not a statement about the user"
+                elif score < 0.5:
+                    reason = "the user did not say so"
                 parts = split_names(absolute(item, row["ended_at"]))
                 new = [text for text in parts if not find_duplicate(facts, text)]
                 accepted = not new or not reason
@@ -2399,7 +2308,7 @@ class Turn:
                 verdicts.append(verdict | {"accepted": accepted})
             return verdicts
 
-        return await self.user.change(keep, self.state.id)
+        return await self.memory.change(self.user, keep, self.state.id)
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
@@ -2418,7 +2327,7 @@ class Turn:
                 store.apply({"op": "delete", "id": fits[0]["id"]})
             return fits
 
-        fits = await self.user.change(forget, self.state.id)
+        fits = await self.memory.change(self.user, forget, self.state.id)
         if len(fits) == 1:
             return f"Forgotten: {fits[0]['text']}"
         if not fits:  # what is only alike in meaning is asked about
@@ -2431,10 +2340,10 @@ class Turn:
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
+        await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
-        user, k = self.user, max(1, min(k, 10))
-        found = await user.run(user.files.search_past, query, vector, k)
-        self.memory.learner.schedule(user.key)  # some may have lost their vectors
+        arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
+        found = await self.memory.run(self.user, *arguments)
         text = "" if found else "Nothing in past conversations bears on this."
         for session_id, turns in found:
             text += f"Conversation {session_id}:\n"
@@ -2446,14 +2355,3 @@ class Turn:
 
 
 QUESTION = ("?", "？", "؟")  # a question's end
-
-
-def rate_item(text: str, said_words: set[str]) -> tuple[float, str]:
-    """Return the share of a text's words that the user said, and why it may not be kept."""
-    own = key_words(text)
-    score = len(own & said_words) / len(own) if own else 0.0
-    if not storable(text):
-        return score, "not to be kept: too long, passing, secret or an instruction"
-    if len(own) < 2:
-        return score, "not a statement about the user"
-    return score, "" if score >= 0.5 else "the user did not say so"

@@ -450,6 +450,7 @@ def serving(server, model, folder, **settings):
         try:
             chat = Chat(server.url, folder)
             chat.service, chat.model = main.app.state.service, model
+            chat.run = server.run
             yield chat
         finally:
             model.release()
@@ -1263,7 +1264,7 @@ def test_sessions_are_listed_read_and_deleted(chat):
     assert one.json() == {"session_id": A, "summary": "", "turns": [turn]}
     assert turn["response"] == said
     chat.delete(f"/users/ann/sessions/{A}")
-    assert f"{A}.json" not in chat.service.memory.users["ann"].files.transcripts
+    assert not [path for path in chat.service.memory.cache.kept if A in path.name]
     assert chat.session().status_code == 404
     assert not list((chat.folder / "ann").glob(f"*{A}*"))
     assert chat.facts() == ["User likes tea."] and len(chat.turns(B)) == 1
@@ -2720,11 +2721,12 @@ async def all_learned(folder):
 
 
 async def live(folder, *said, session=A, **settings):
-    """Open a memory, say something, learn all there is to learn, and close it."""
-    async with remembering(folder, **settings) as memory:
+    """Open a memory, say something, learn and embed all there is, and close it."""
+    async with remembering(folder, **settings) as service:
         for query in said:
-            await say(memory, "ann", session, query)
+            await say(service, "ann", session, query)
         await all_learned(folder)
+        await service.learner.embed_missing("ann", memory.MESSAGES)
 
 
 def facts_in(folder, user="ann"):
@@ -2798,7 +2800,7 @@ def die_while_learning(root):
         assert facts == [(f"User likes {word}.", 1) for word in words]
         history = [row["new_memory"] for row in tables["history"]]
         assert history == [text for text, _ in facts]
-        memory.VectorFile(folder / "ann" / "memory.faiss", {}).load()
+        memory.IndexedFiles(folder / "ann").vectors(memory.FACTS)
         assert not list(folder.glob("ann/*.corrupt-*"))  # a kill's are made again
 
 
@@ -2873,6 +2875,7 @@ async def test_learning_that_fails_is_tried_ever_less_often(tmp_path, monkeypatc
 @in_a_loop
 async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "PATIENCE", 3600.0)
+    monkeypatch.setattr(memory, "QUIET", 1.0)
     asked = []
 
     async def embed(texts):
@@ -2891,9 +2894,14 @@ async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
         for n in range(3):
             await say(service, "ann", A, f"I like w{n}")
             await happens(lambda n=n: len(facts_in(tmp_path)) == n + 1)
-        files, bad = service.users["ann"].files, {"User likes w0.", "I like w0"}
-        await happens(lambda: {entry.text for entry in files.missing()} == bad)
-        assert asked.count("User likes w1.") < 6
+        files, bad = memory.IndexedFiles(tmp_path / "ann", model="bag"), {"w0.", "w0"}
+
+        def missing():
+            found = [files.missing(file) for file in (memory.FACTS, memory.MESSAGES)]
+            return {e.text.split()[-1] for ids in found for e in ids.values()}
+
+        await happens(lambda: missing() == bad)
+        assert asked.count("User likes w1.") < 8
         assert await service.embedder.vectors(["a", "b", "c"]) == [None] * 3
 
 
@@ -2919,7 +2927,7 @@ async def test_a_turn_is_saved_though_it_is_cancelled_but_not_if_unreadable(tmp_
         # An update of a fact that was deleted meanwhile is an addition.
         operation = {"op": "update", "id": "gone", "text": "User lives in Oslo"}
         operation |= {"kind": "profile", "importance": 0.5, "turn": heard("Hi!")[0]}
-        await service.user("ann").change(lambda store, _: store.apply(operation))
+        await service.change("ann", lambda store, _: store.apply(operation))
     assert [row["response"] for row in rows_in(tmp_path, "ann", A)] == ["Hello."]
     assert facts_in(tmp_path) == ["User lives in Oslo"]
 
@@ -3057,7 +3065,7 @@ def die_while_a_turn_is_saved(root):
 async def test_a_lock_is_held_until_its_thread_has_ended(tmp_path):
     begun, go_on = threading.Event(), threading.Event()
 
-    def slowly():
+    def slowly(files):
         begun.set()
         go_on.wait(20)
 
@@ -3065,9 +3073,9 @@ async def test_a_lock_is_held_until_its_thread_has_ended(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "data")
     here, there = remembering(tmp_path / "data"), remembering(tmp_path / "link")
     async with here as service, there as other:
-        holder = asyncio.create_task(service.user("ann").run(slowly))
+        holder = asyncio.create_task(service.run("ann", slowly))
         await happens(begun.is_set)
-        getting_in = asyncio.create_task(other.user("ann").run(int))
+        getting_in = asyncio.create_task(other.run("ann", str))
         for _ in range(2):  # cancelled, and cancelled again
             holder.cancel()
             await asyncio.sleep(0.05)
@@ -3194,9 +3202,9 @@ def traces(folder, *texts):
 
 
 def write_indexes(chat):
-    for user in list(chat.service.memory.users.values()):
-        with suppress(memory.NotFound):
-            user.files.save_vectors()
+    learner = chat.service.memory.learner
+    for user in [path.name for path in chat.folder.glob("[!.]*")]:
+        chat.run(learner.embed_missing(user, memory.MESSAGES))
 
 
 @pytest.mark.parametrize("what", ["fact", "facts", "session", "user"])
@@ -3290,9 +3298,7 @@ def die_while_something_is_deleted(root):
 
         def deletes(folder, delete=delete, arguments=arguments):
             with suppress(memory.NotFound):
-                service = memory.Memory(folder, scripted, embedded, "bag")
-                files = service.user("ann").files
-                delete(files, *arguments)
+                delete(memory.IndexedFiles(folder / "ann", model="bag"), *arguments)
 
         for folder, died in every_step(root, deletes):
             asyncio.run(live(folder))
@@ -3429,7 +3435,7 @@ def test_users_beyond_the_bound_are_closed_and_opened_again(start, model, monkey
     monkeypatch.setattr(memory, "CACHE_BYTES", 8000)
     monkeypatch.setattr(memory, "QUIET", 0.1)
     with start() as chat:
-        known, opened = chat.service.memory.users, len(os.listdir("/proc/self/fd"))
+        known, opened = chat.service.memory.cache.kept, len(os.listdir("/proc/self/fd"))
         for n in range(12):
             chat.tell("I like tea", user=f"user-{n}")
         wait_for(lambda: len(known) <= 3)
