@@ -2192,12 +2192,11 @@ class Turn:
             history: What else stands before the model; empty: the transcript does.
         """
         self.message, settings = message, self.memory.settings
-        said, room = [], settings.hint_tokens // 3
-        for text in self.just_said(history):
-            if room > 10:  # tokens, of 3 bytes; less says nothing
-                said.append(cut(text, min(240, 3 * room - 9)))
-                room -= line_tokens(said[-1])
-        budget = settings.hint_tokens - sum(map(line_tokens, said))
+        tokens = settings.hint_tokens
+        size = max(0, min(240, tokens - 9))  # bytes; a third of the tokens
+        lines = [{"text": cut(text, size)} for text in self.just_said(history)]
+        said = [line["text"] for line in within_budget(lines, tokens // 3)]
+        budget = tokens - sum(map(line_tokens, said))
         facts = [*self.state.facts.values()]
         if within_budget(facts, budget) == facts:
             chosen = scored(facts)

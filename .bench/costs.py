@@ -73,9 +73,9 @@ async def learned(service: memory.Memory) -> None:
         await asyncio.sleep(0.002)
 
 
-async def know(service: memory.Memory, name: str, count: int) -> memory.User:
+async def know(service: memory.Memory, name: str, count: int) -> str:
     """Give a user so many facts, and their vectors."""
-    random, user = Random(count), service.named(name)
+    random = Random(count)
     facts: dict[str, memory.Fact] = {}
     async with service.turn(name, str(uuid.uuid4())):
         pass
@@ -86,13 +86,9 @@ async def know(service: memory.Memory, name: str, count: int) -> memory.User:
         fact |= {"created_at": at, "last_seen_at": at, "source": "-/1"}
         facts[fact["id"]] = fact
     await learned(service)
-    await user.change(lambda store, _: store.state.facts.update(facts))
-    entries = memory.fact_entries(facts)
-    vectors = await embed([entry.text for entry in entries])
-    found = [vector / np.linalg.norm(vector) for vector in vectors]
-    await user.run(user.files.remember, dict(zip(entries, found, strict=True)))
-    assert not await user.run(user.files.missing)
-    return user
+    await service.change(name, lambda store, _: store.state.facts.update(facts))
+    assert await service.learner.embed_missing(name, memory.FACTS)
+    return name
 
 
 async def measure_facts(service: memory.Memory) -> None:
@@ -102,32 +98,34 @@ async def measure_facts(service: memory.Memory) -> None:
     for count in FACTS:
         user = await know(service, f"{count}-facts", count)
         costs = [
-            await search_cost(user, "Do I know who"),
-            await search_cost(user, "Which user"),
-            await search_cost(user, "Do I know who", change=True),
+            await search_cost(service, user, "Do I know who"),
+            await search_cost(service, user, "Which user"),
+            await search_cost(service, user, "Do I know who", change=True),
             await hints_cost(service, user),
         ]
         print(f"{count:8}", *(f"{cost:16.2f}" for cost in costs))
         await learned(service)
 
 
-async def search_cost(user: memory.User, start: str, change: bool = False) -> float:
+async def search_cost(
+    service: memory.Memory, user: str, start: str, change: bool = False
+) -> float:
     random, spent = Random(1), []
     for _ in range(REPEATS):
         query = sentence(random, start)
         [vector] = await embed([query])
         vector /= np.linalg.norm(vector)
         if change:  # what a new fact makes anew, less its embedding
-            user.files.fact_index = None
+            service.cache.kept.pop(service.folder / user / "index", None)
         begun = time.process_time()
-        await user.run(user.files.search_facts, query, vector, 8)
+        await service.run(user, memory.IndexedFiles.search_facts, query, vector, 8)
         spent.append(1000 * (time.process_time() - begun))
     return median(spent)
 
 
-async def hints_cost(service: memory.Memory, user: memory.User) -> float:
+async def hints_cost(service: memory.Memory, user: str) -> float:
     random, spent = Random(1), []
-    async with service.turn(user.key, str(uuid.uuid4())) as turn:
+    async with service.turn(user, str(uuid.uuid4())) as turn:
         for _ in range(REPEATS):
             query = sentence(random, "Do I know who")
             await service.embedder.vectors([query])  # the endpoint's work
@@ -163,7 +161,7 @@ async def measure_turns(service: memory.Memory) -> None:
     print(f"{'turns':>8}", *(f"{name:>16}" for name in names))
     for count, rows in spent.items():
         costs = [1000 * median(column) for column in zip(*rows, strict=True)]
-        costs += await past_search_costs(service.named(f"{count}-turns"))
+        costs += await past_search_costs(service, f"{count}-turns")
         print(f"{count:8}", *(f"{cost:16.2f}" for cost in costs))
 
 
@@ -177,15 +175,14 @@ async def take_turn(service: memory.Memory, name: str) -> None:
         await turn.save(query=query, response=response, status="complete")
 
 
-async def past_search_costs(user: memory.User) -> list[float]:
+async def past_search_costs(service: memory.Memory, user: str) -> list[float]:
     spent = []
     for _ in range(REPEATS // 2):
         query = sentence(Random(), "Do I know who")
         [vector] = await embed([query])
         begun = time.process_time()
-        await user.run(
-            user.files.search_past, query, vector / np.linalg.norm(vector), 3
-        )
+        vector /= np.linalg.norm(vector)
+        await service.run(user, memory.IndexedFiles.search_past, query, vector, 3)
         spent.append(1000 * (time.process_time() - begun))
     return [median(spent[1:]), spent[0]]
 

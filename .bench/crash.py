@@ -38,7 +38,6 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,10 +152,9 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
         random = Random(seed)
         while True:
             await asyncio.sleep(random.uniform(0.01, 0.05))
-            for user in list(service.users.values()):
-                if user.files.unsaved:
-                    with suppress(memory.NotFound):
-                        await user.run(user.files.save_vectors)
+            for user in {user for user, _ in SESSIONS if (folder / user).exists()}:
+                with suppress(memory.NotFound):
+                    await service.learner.embed_missing(user, memory.MESSAGES)
 
     talks = (talk(n, *place) for n, place in enumerate(SESSIONS))
     await asyncio.gather(*talks, save_indexes())
@@ -235,13 +233,11 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     history = table(folder / "memory.json", "history")
     rows = ((row["memory_id"], row["new_memory"]) for row in history)
     found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
-    embedder: Any = SimpleNamespace(model="random")
-    files = memory.IndexedFiles(folder, embedder)
-    for text in texts:
-        entry = memory.Entry("", "", text, "", "", "")
-        found_vector = files.vectors().get(files.vector_id(entry))
-        if found_vector is not None:
-            found["wrong vectors"] += differ(found_vector, text)
+    files = memory.IndexedFiles(folder, model="random")
+    vectors = files.vectors(memory.FACTS)
+    for id, entry in files.entries(memory.FACTS):
+        if id in vectors:
+            found["wrong vectors"] += differ(vectors[id], entry.text)
 
 
 # --- Mem0, as its documentation sets it up ---

@@ -68,15 +68,15 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
 
     async def facts_after(service, texts, turns):
         """Return the facts that stand when a model has learned turns."""
-        user, learner = service.memory.named(uuid.uuid4().hex), service.memory.learner
+        user, learner = uuid.uuid4().hex, service.memory.learner
         about = {"kind": "profile", "importance": 0.5, "frequency": 1, "source": "-/1"}
         about |= dict.fromkeys(("created_at", "last_seen_at"), "2026-11-20T10:00:00Z")
         facts = [about | {"id": str(n), "text": text} for n, text in enumerate(texts)]
-        async with service.memory.turn(user.key, A):
+        async with service.memory.turn(user, A):
             pass  # makes the folder
         state = memory.State("x", "x", {fact["id"]: fact for fact in facts})
-        await user.memory.locks.in_thread(user.files.write, state)
-        await learner.embed_missing(user)
+        await service.memory.run(user, memory.UserFiles.write, state)
+        await learner.embed_missing(user, memory.FACTS)
         store = memory.FactStore(service.memory.mem0, state)
         for operation in await learner.propose(user, state, heard(*turns), 0):
             store.apply(operation)

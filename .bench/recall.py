@@ -76,20 +76,12 @@ class Service:
                 self.memory.learner.pending
             ):  # learned before the next session, as in life
                 await asyncio.sleep(0.01)
+        from memory import MESSAGES, IndexedFiles
+
         for user in {user for user, _ in self.sessions}:
-            found = self.memory.named(user)
-            self.indexes[user] = await found.run(self.index, found.files)
-
-    def index(self, found: Any) -> Any:
-        """Return the index that User.search_past builds, of all messages with vectors."""
-        from memory import message_entries
-
-        said = ((s, found.turns_after(s, 0)) for s in found.sessions())
-        entries = [
-            e for session, turns in said for e in message_entries(session, turns)
-        ]
-        found.remember({entry: self.embed(entry.text) for entry in entries})
-        return found.index(entries)
+            await self.memory.learner.embed_missing(user, MESSAGES)
+            index = await self.memory.run(user, IndexedFiles.index, MESSAGES)
+            self.indexes[user] = index
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
         vector = (await self.memory.embedder.vectors([query]))[0]

@@ -56,10 +56,12 @@ def serve(port: int) -> None:
         running = [task.get_coro() for task in asyncio.all_tasks()]
         # The closing of an abandoned async generator has no name.
         names = Counter(getattr(c, "__qualname__", type(c).__name__) for c in running)
-        users = list(main.app.state.service.memory.users.values())
-        vectors = sum(len(u.files.vectors()) for u in users)
-        files = sum(len(u.files.transcripts) for u in users)
-        sizes = [len(users), vectors, files, len(gc.get_objects())]
+        kept = dict(main.app.state.service.memory.cache.kept)
+        users = {path.parent for path in kept}
+        vectors = sum(
+            len(v) for path, (_, v) in kept.items() if path.suffix == ".faiss"
+        )
+        sizes = [len(users), vectors, len(kept), len(gc.get_objects())]
         print(json.dumps([names, sizes]), flush=True)
 
     class Server(uvicorn.Server):
