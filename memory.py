@@ -67,7 +67,7 @@ BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 fac
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
 BACK_OFF = 1.0  # seconds that a user waits after a failure, doubled up to 60
 PATIENCE = 5.0  # seconds for vectors that nobody waits for
-QUIET = 20.0  # seconds without a turn after which a user's vectors are written
+QUIET = 20.0  # seconds without a turn, after which past turns get vectors
 CACHE_BYTES = 16 << 20  # of all users' files, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
 
@@ -837,7 +837,11 @@ class IndexedFiles(UserFiles):
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts, path = self.load().facts, self.folder / "index"  # there is no such file
-        stamps = stamp(self.folder / "memory.json") or (0, 0, 0)
+        stamps = stamp(self.folder / "memory.json") or (
+            0,
+            0,
+            0,
+        )  # `trim` needs the size
         made_of = *stamps, stamp(self.folder / FACTS), self.model
         known, index = self.cache.kept.get(path, (None, None))
         if known != made_of:
@@ -1861,9 +1865,8 @@ class Memory:
             try:
                 async with asyncio.timeout(self.settings.rerank_timeout):
                     scores = dict(await self.rerank(query[:2000], texts, k))
-                if len(scores) < min(k, len(found)) or not math.isfinite(
-                    sum(scores.values())
-                ):
+                finite = math.isfinite(sum(scores.values()))
+                if not finite or len(scores) < min(k, len(found)):
                     raise ValueError("no score for each of the best")
                 ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
                 found = sorted(ranked, key=lambda fact: -fact["score"])
@@ -2229,9 +2232,7 @@ class Turn:
         tools: Iterable[Row] = (),
         started_at: str | None = None,
     ) -> None:
-        """Write the turn at the end of the transcript, also where the caller is cancelled.
-
-        It is durable when this is done.
+        """Write the turn, durably, also where the caller is cancelled.
 
         Args:
             tools: The calls made, each with name, arguments, ok and content.
