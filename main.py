@@ -37,7 +37,7 @@ import pydantic_core
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field, HttpUrl
+from pydantic import AfterValidator, BaseModel, Field, HttpUrl, StringConstraints
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -49,9 +49,7 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-Key = Annotated[
-    str, pydantic.StringConstraints(strip_whitespace=True, pattern=r"^\S.*$")
-]
+Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^\S.*$")]
 MAY_BE_ZERO = ("context_tokens", "hint_tokens", "hint_k", "summaries")
 
 
@@ -113,7 +111,7 @@ start_log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app
 # --- What goes over the wire ---
 
 UserName = Annotated[str, AfterValidator(memory.normal_name)]
-Said = AliasChoices("message", "query")
+Said = pydantic.AliasChoices("message", "query")
 
 
 class ChatRequest(BaseModel, extra="forbid"):
@@ -155,18 +153,6 @@ class CompletionRequest(BaseModel, extra="allow"):
         return body
 
 
-@dataclass
-class TurnRequest:
-    """What a turn is asked, whichever face of the service it came to."""
-
-    text: str  # of the last user message
-    user: str = ""  # who asks; empty: not known
-    session: str = ""  # empty: no memory is read or written
-    reasoning: bool = False
-    history: list[Message] = field(default_factory=list)  # empty: the transcript's
-    options: Json = field(default_factory=dict)  # the client's, for the endpoint
-
-
 FAILURES = {  # code: the status where no stream has begun, what a client is told
     "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
     "upstream_unavailable": (503, "The model's endpoint is not available: check its URL and that it runs."),
@@ -205,8 +191,8 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
-    request: TurnRequest
-    task: asyncio.Task[None]  # the turn
+    agent: "AgentRun"
+    task: asyncio.Task[None]  # which runs the turn
     started = ended = closed = False  # status sent; nothing more to emit; to send
 
     def __init__(self, media_type: str = "application/x-ndjson"):
@@ -334,41 +320,165 @@ SORRY = "Sorry, I could not come up with an answer."
 NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
-async def run_turn(
-    service: "Service", request: TurnRequest, events: EventStream
-) -> None:
-    """Run one turn to its `done` or `error`; what was said is written once it has begun."""
-    failure = Failure("upstream_unavailable", detail="The turn was stopped.")
-    agent = AgentRun(service, request, events)
-    try:
-        if request.session:
-            async with service.memory.turn(request.user, request.session) as turn:
-                await agent.run(turn)
-        else:
-            await agent.run(None)
-        events.emit("done", **agent.done)
-    except (Failure, NotFound, OSError) as error:
-        log.warning("a turn failed: %r", error)
-        failure = error if isinstance(error, Failure) else Failure("storage_failed")
-    except Exception:
-        log.exception("a turn failed by our fault")
-        failure = Failure("internal")
-    finally:  # also where it was cancelled; behind `done` nothing is emitted
-        events.emit("error", code=failure.code, message=failure.detail)
-
-
+@dataclass
 class AgentRun:
-    """One turn's rounds with the model, and what they have come to."""
+    """One turn, whichever face of the service it came to: what it is asked, and its rounds."""
 
-    def __init__(self, service: "Service", request: TurnRequest, events: EventStream):
-        self.service, self.request, self.events = service, request, events
+    service: "Service"
+    events: EventStream
+    text: str  # of the last user message
+    user: str = ""  # who asks; empty: not known
+    session: str = ""  # empty: no memory is read or written
+    reasoning: bool = False
+    history: list[Message] = field(default_factory=list)  # empty: the transcript's
+    options: Json = field(default_factory=dict)  # the client's, for the endpoint
+
+    def __post_init__(self) -> None:
         self.functions: dict[str, Callable] = {}  # on offer, by name
         self.prompt: Json = {}  # messages and tools
         self.calls: list[Json] = []  # with results, as saved
         self.seen: Counter[tuple[str, str]] = Counter()  # names and arguments of calls
         self.steps: list[str] = []  # of the plan, as it stands
-        # The event, as far as it has come; its usage is summed over the rounds
-        self.done: Json = {"response": "", "turn": 0, "rounds": 0, "usage": None}
+        self.usage: Counter[str] = Counter()  # summed over the rounds
+        self.done: Json = {"response": "", "turn": 0, "rounds": 0}  # the event
+
+    async def run(self) -> None:
+        """Run the turn to its `done` or `error`; it is saved once it has begun."""
+        failure = Failure("upstream_unavailable", detail="The turn was stopped.")
+        memories = self.service.memory
+        try:
+            if self.session:
+                async with memories.turn(self.user, self.session) as turn:
+                    await self.run_saved(turn)
+            else:
+                await self.prepare(None)
+                await self.answer()
+            self.events.emit("done", **self.done)
+        except (Failure, NotFound, OSError) as error:
+            log.warning("a turn failed: %r", error)
+            failure = error if isinstance(error, Failure) else Failure("storage_failed")
+        except Exception:
+            log.exception("a turn failed by our fault")
+            failure = Failure("internal")
+        finally:  # also where it was cancelled; behind `done` nothing is emitted
+            self.events.emit("error", code=failure.code, message=failure.detail)
+
+    async def run_saved(self, turn: memory.Turn) -> None:
+        """Answer with the user's memory; save the turn, once, whatever becomes of it."""
+        status: memory.Status = "interrupted"
+        about: Json = {"reasoning_mode": self.reasoning, "started_at": memory.now()}
+        try:
+            await self.prepare(turn)
+            await self.answer()
+            status = "complete"
+        except Exception:
+            status = "error"
+            raise
+        finally:
+            # A client that runs its own tools comes back with their results.
+            if "tool_calls" not in self.done:
+                self.done["turn"] = turn.number
+                about |= {"rounds": self.done["rounds"], "tools": self.calls}
+                await turn.save(self.text, self.done["response"], status, **about)
+
+    async def prepare(self, turn: memory.Turn | None) -> None:
+        """Put a message and what bears on it into a prompt; tell the client what that is."""
+        offered: list[Any] = [self.plan] if self.reasoning else []
+        offered += tools.TOOLS.values()
+        hints, pending = Hints([], [], []), 0
+        if turn:
+            offered += [turn.fetch_memory, turn.propose_memory]
+            offered += [turn.forget_memory, turn.search_conversations]
+            pending = len(turn.unlearned)
+            try:
+                hints = await turn.hints(self.text, map(text_of, self.history))
+            except Exception:  # the answer is worth more, and the event says it
+                log.exception("the memory could not be searched")
+                hints.degraded.append("memory")
+            failed = "memory" in hints.degraded
+            self.service.memory.degraded.note("memory", failed)
+        if "tools" not in self.options:  # of the client
+            self.functions = {function.__name__: function for function in offered}
+            self.prompt["tools"] = [tools.schema(function) for function in offered]
+        messages = around_history(self.history, hints.block() if turn else "")
+        if turn and not self.history:
+            limit = await self.service.context_tokens() * 3 // 4
+            limit -= memory.count_tokens(json.dumps(self.prompt))
+            parts = SYSTEM, turn.summary, turn.turns, hints, self.text, limit
+            try:
+                messages, hints = memory.fit_context(*parts, settings.history_turns)
+            except ValueError:
+                raise Failure("context_too_long") from None
+        self.prompt["messages"] = messages
+        shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
+        self.events.emit("memory", **shown)
+
+    async def answer(self) -> None:
+        """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
+
+        The last may not call tools, so there is always an answer. With reasoning (ReAct,
+        Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
+        """
+        done = self.done
+        if "tools" in self.options:  # a client's own: what is called goes to it
+            if calls := await self.ask(None):
+                done["tool_calls"] = calls
+            return
+        choice: Any = PLAN_CALL if self.reasoning else None
+        while True:
+            rounds, repeated = (
+                done["rounds"] + 1,
+                max(self.seen.values(), default=0) > 2,
+            )
+            capped = repeated or rounds == settings.max_rounds
+            choice = "none" if capped else choice
+            calls, text = await self.ask(choice), done["response"]
+            # Silence is an answer where nothing was done before.
+            silent = NO_ANSWER.fullmatch(text) and (text or rounds > 1)
+            if calls:
+                await self.run_calls(calls)
+                choice = None
+            elif silent and choice != "none":
+                self.take_back()
+                choice = "none"
+            else:
+                break
+        if silent:
+            self.take_back()
+            good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
+            self.say("token", good[-1] if good else SORRY)
+        if capped and done["finish_reason"] == "stop" and rounds > 1:
+            done["finish_reason"] = "max_rounds"
+
+    async def ask(self, choice: Any) -> list[Json]:
+        """Ask the model once, with a `tool_choice`; stream what it says, return its calls."""
+        done, chat = self.done, self.service.chat
+        done["rounds"] += 1
+        done["response"] = ""
+        request = self.prompt | {"model": await chat.discover(), "stream": True}
+        request["stream_options"] = {"include_usage": True}
+        if choice:
+            request["tool_choice"] = choice
+        request |= settings.chat_extra_body
+        reply = ReplyParser(self.say, 4 * await self.service.context_tokens())
+        await chat.ask("chat/completions", request, self.options, reply)
+        counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
+        self.usage.update(counts)
+        done["usage"] = self.usage or None
+        written = [] if reply.calls else calls_in_text(done["response"], self.functions)
+        if written:
+            self.take_back()
+        for piece in written:
+            reply.add_piece(piece)
+        calls = [] if choice == "none" else reply.calls
+        ids = Counter(call["id"] for call in calls)
+        for call in calls:
+            if not call["id"] or ids[call["id"]] > 1:
+                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates take no other
+            call["function"]["arguments"] = call["function"]["arguments"] or "{}"
+        ended = "tool_calls" if calls else "stop"
+        done["finish_reason"] = "length" if reply.finish_reason == "length" else ended
+        return calls
 
     def emit(self, type: str, **fields: Any) -> None:
         self.events.emit(type, round=self.done["rounds"], **fields)
@@ -394,128 +504,6 @@ class AgentRun:
         self.steps = steps
         self.emit("plan", steps=steps)
         return REASONING
-
-    async def run(self, turn: memory.Turn | None) -> None:
-        """Answer the message; save the turn, once, whatever becomes of it."""
-        status: memory.Status = "interrupted"
-        done, began = self.done, memory.now()
-        try:
-            await self.prepare(turn)
-            await self.answer()
-            status = "complete"
-        except Exception:
-            status = "error"
-            raise
-        finally:
-            # A client that runs its own tools comes back with their results.
-            if turn and "tool_calls" not in done:
-                done["turn"] = turn.number
-                more: Json = {
-                    "reasoning_mode": self.request.reasoning,
-                    "started_at": began,
-                }
-                more |= {"rounds": done["rounds"], "tools": self.calls}
-                await turn.save(self.request.text, done["response"], status, **more)
-
-    async def prepare(self, turn: memory.Turn | None) -> None:
-        """Put a message and what bears on it into a prompt; tell the client what that is."""
-        text, history = self.request.text, self.request.history
-        offered: list[Any] = [self.plan] if self.request.reasoning else []
-        offered += tools.TOOLS.values()
-        hints, pending = Hints([], [], []), 0
-        if turn:
-            offered += [turn.fetch_memory, turn.propose_memory]
-            offered += [turn.forget_memory, turn.search_conversations]
-            pending = len(turn.unlearned)
-            try:
-                hints = await turn.hints(text, map(text_of, history))
-            except Exception:  # the answer is worth more, and the event says it
-                log.exception("the memory could not be searched")
-                hints.degraded.append("memory")
-            failed = "memory" in hints.degraded
-            self.service.memory.degraded.note("memory", failed)
-        if "tools" not in self.request.options:  # of the client
-            self.functions = {function.__name__: function for function in offered}
-            self.prompt["tools"] = [tools.schema(function) for function in offered]
-        messages = around_history(history, hints.block() if turn else "")
-        if turn and not history:
-            limit = await self.service.context_tokens() * 3 // 4
-            limit -= memory.count_tokens(json.dumps(self.prompt))
-            parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
-            try:
-                messages, hints = memory.fit_context(*parts, settings.history_turns)
-            except ValueError:
-                raise Failure("context_too_long") from None
-        self.prompt["messages"] = messages
-        shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
-        self.events.emit("memory", **shown)
-
-    async def answer(self) -> None:
-        """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
-
-        The last may not call tools, so there is always an answer. With reasoning (ReAct,
-        Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
-        """
-        done = self.done
-        if "tools" in self.request.options:  # a client's own: what is called goes to it
-            if calls := await self.ask(None):
-                done["tool_calls"] = calls
-            return
-        choice: Any = PLAN_CALL if self.request.reasoning else None
-        while True:
-            rounds = done["rounds"] + 1
-            repeated = max(self.seen.values(), default=0) > 2
-            choice = "none" if repeated or rounds == settings.max_rounds else choice
-            calls, text = await self.ask(choice), done["response"]
-            if calls:
-                await self.run_calls(calls)
-                choice = None
-                continue
-            # Silence is an answer where nothing was done before.
-            silent = NO_ANSWER.fullmatch(text) and (text or rounds > 1)
-            if silent:
-                self.take_back()
-            if choice == "none" or not silent:
-                break
-            choice = "none"
-        capped = repeated or rounds == settings.max_rounds
-        if capped and done["finish_reason"] == "stop" and rounds > 1:
-            done["finish_reason"] = "max_rounds"
-        if silent:
-            good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
-            self.say("token", good[-1] if good else SORRY)
-
-    async def ask(self, choice: Any) -> list[Json]:
-        """Ask the model once, with a `tool_choice`; stream what it says, return its calls."""
-        done, chat = self.done, self.service.chat
-        done["rounds"] += 1
-        done["response"] = ""
-        request = self.prompt | {"model": await chat.discover(), "stream": True}
-        request["stream_options"] = {"include_usage": True}
-        if choice:
-            request["tool_choice"] = choice
-        request |= settings.chat_extra_body
-        reply = ReplyParser(self.say, 4 * await self.service.context_tokens())
-        await chat.ask("chat/completions", request, self.request.options, reply)
-        counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        if counts:
-            done["usage"] = Counter(done["usage"]) + Counter(counts)
-        calls = reply.calls
-        if not calls:
-            calls = calls_in_text(done["response"], self.functions)
-            if calls:
-                self.take_back()
-        if choice == "none":
-            calls = []
-        ids = Counter(call["id"] for call in calls)
-        for call in calls:
-            if not call["id"] or ids[call["id"]] > 1:
-                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates take no other
-            call["function"]["arguments"] = call["function"]["arguments"] or "{}"
-        done["finish_reason"] = "tool_calls" if calls else "stop"
-        if reply.finish_reason == "length":
-            done["finish_reason"] = "length"
-        return calls
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time; append them and their results to the messages."""
@@ -665,16 +653,12 @@ class ReplyParser:
         calls = [call for call, i in known if None in (index, i) or index == i]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
-            calls = [tool_call(id, name, "")]
+            made = {"name": name, "arguments": ""}
+            calls = [{"id": id, "type": "function", "function": made}]
             self.calls += calls
             self.indexes.append(index)
         if calls:
             calls[-1]["function"]["arguments"] += text
-
-
-def tool_call(id: str, name: str, arguments: str) -> Json:
-    function = {"name": name, "arguments": arguments}
-    return {"id": id, "type": "function", "function": function}
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -695,7 +679,7 @@ MARKS = re.compile(r"</?tool_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>")
 
 
 def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
-    """Return the calls that a text consists of; none where it is anything else."""
+    """Return the calls that a text consists of, as pieces; none where it is anything else."""
     calls: list[Json] = []
     for part in filter(str.strip, MARKS.split(text)):
         try:
@@ -706,13 +690,12 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
             return []
         for item in value if isinstance(value, list) else [value]:
             item = item if isinstance(item, dict) else {}
-            name = str(item.get("name"))
             given = item.get("arguments", item.get("parameters"))
             written = given if isinstance(given, str) else json.dumps(given)
-            known = name in functions and given is not None
+            known = str(item.get("name")) in functions and given is not None
             if not known or parse_arguments(written) is None:
                 return []
-            calls.append(tool_call("", name, written))
+            calls.append({"function": {"name": item["name"], "arguments": written}})
     return calls
 
 
@@ -729,14 +712,13 @@ class Endpoint:
         proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         if proxy and "://" not in proxy:  # as curl takes it
             proxy = f"http://{proxy}"
+        # Not `trust_env`: it would look into netrc, where an entry for the host is an
+        # error beside our own Authorization, and use a thread for each request.
         self.http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # turns are limited
             headers={"Authorization": f"Bearer {key}", "Content-Type": JSON_TYPE},
-            # By `trust_env` it would look into netrc, where an entry for the host is an
-            # error beside our own Authorization, and use a thread for each request.
             proxy=proxy,
             read_bufsize=1 << 20,  # half of the longest line of a stream
-            raise_for_status=raise_failure,
         )
         self.sizes: Json = {}  # the models there → max_model_len
         self.unsupported: dict[str, float] = {}  # part of a request → until when
@@ -752,15 +734,12 @@ class Endpoint:
         reply: ReplyParser | None = None,
         patience: int = 1,
     ) -> Any:
-        """Ask, and once more where that may help; return the JSON, if not read by `reply`.
+        """Return the JSON of an answer, or let a `reply` read it; Failure for all that fails.
 
         Args:
             body: Empty: it is a GET.
             given: A client's own part of the body.
             patience: How many times UPSTREAM_TIMEOUT it may be silent.
-
-        Raises:
-            Failure: Whatever goes wrong.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
@@ -775,8 +754,8 @@ class Endpoint:
             except Exception as error:
                 failure = failure_of(error)
                 self.answers = isinstance(failure, RejectedRequest)
-                final = last or reply and reply.began
-                if final or failure.code != "upstream_unavailable":
+                again = failure.code == "upstream_unavailable" and not last
+                if not again or reply and reply.began:
                     raise failure from error
             await asyncio.sleep(0.5)
 
@@ -790,33 +769,32 @@ class Endpoint:
         CPU of a chat by openai's client over httpx (64 at once: 5.2 ms, not 6.0).
         """
         now = time.monotonic()
-        for part, until in self.unsupported.items():
-            body = without(body, part) if now < until else body
-        try:
-            return await self.http.request(
-                "POST" if body else "GET",
-                f"{self.url}/{path}",
-                data=to_json(body | given) if body else None,
-                timeout=aiohttp.ClientTimeout(sock_connect=5, sock_read=silence),
-                allow_redirects=False,  # one would carry prompts elsewhere
-            )
-        except Failure as failure:
-            said = failure.said.lower() if failure.code == "upstream_rejected" else ""
-            named = [part for part, names in PARTS.items() if re.search(names, said)]
-            if named:
-                failure.detail += f" It speaks of {named[0]}."
-            helpful = [part for part in named if without(body, part) != body]
-            if not helpful:
-                raise
-        part = helpful[0]
-        response = await self.send(path, without(body, part), given, silence)
+        for part in PARTS:
+            body = without(body, part) if now < self.unsupported.get(part, 0) else body
+        response = await self.http.request(
+            "POST" if body else "GET",
+            f"{self.url}/{path}",
+            data=to_json(body | given) if body else None,
+            timeout=aiohttp.ClientTimeout(sock_connect=5, sock_read=silence),
+            allow_redirects=False,  # one would carry prompts elsewhere
+        )
+        if response.status < 300:
+            return response
+        failure = refusal(response.status, await response.text(errors="replace"))
+        named = [p for p, names in PARTS.items() if re.search(names, failure.said)]
+        helpful = [part for part in named if without(body, part) != body]
+        if named:
+            failure.detail += f" It speaks of {named[0]}."
+        if not helpful or failure.code != "upstream_rejected":
+            raise failure
+        response = await self.send(path, without(body, helpful[0]), given, silence)
         if not given:
-            log.warning("the endpoint refuses %s: left out for ten minutes", part)
-            self.unsupported[part] = now + 600
+            log.warning("the endpoint refuses %s: left out for ten minutes", helpful[0])
+            self.unsupported[helpful[0]] = now + 600
         return response
 
     async def look(self, max_age: float = 0) -> None:
-        """Look at the models there, for a name, unless one is set, and the context's size.
+        """Look for the models there, and the size of their contexts.
 
         Who comes within `max_age` seconds, or waits meanwhile, goes by what was found.
         """
@@ -851,26 +829,24 @@ def failure_of(error: Exception) -> Failure:
     return Failure("upstream_timeout" if slow else "upstream_unavailable", repr(error))
 
 
-CODES = {408: "upstream_timeout", 429: "upstream_unavailable"}
-TOO_LONG = re.compile(
-    "context.(length|window|size)|maximum (context|model length|number of tokens)"
-    "|too long|must have less",
-    re.IGNORECASE,
-)
-
-
-async def raise_failure(answer: aiohttp.ClientResponse) -> None:
-    """Raise a Failure for an endpoint's answer that is an error."""
-    status = answer.status
-    if status < 300:
-        return
-    said = (await answer.text(errors="replace"))[:8000]
+def refusal(status: int, said: str) -> Failure:
+    """Return as a Failure what an endpoint answers with a status that is an error."""
+    said = said[:8000].lower()
+    if status in (400, 413, 422):
+        too_long = re.search(TOO_LONG, said)
+        return RejectedRequest(
+            "context_too_long" if too_long else "upstream_rejected", said
+        )
     code = "upstream_rejected" if 400 <= status < 500 else "upstream_unavailable"
-    if status not in (400, 413, 422):
-        raise Failure(CODES.get(status, code), said)
-    raise RejectedRequest("context_too_long" if TOO_LONG.search(said) else code, said)
+    return Failure(
+        {408: "upstream_timeout", 429: "upstream_unavailable"}.get(status, code), said
+    )
 
 
+TOO_LONG = (
+    "context.(length|window|size)|maximum (context|model length|number of tokens)"
+    "|too long|must have less"
+)
 PARTS = {  # of a request that an endpoint may not support → how its error names them
     "stream_options": "stream_options",
     "temperature": "temperature",
@@ -927,26 +903,22 @@ class Service:
         self.memory = Memory(settings.data_dir, *asked, settings)
         self.running: list[EventStream] = []
 
-    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
+    def begin(self, agent: AgentRun) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        requests = [e.request for e in self.running]
-        sessions = [other.session for other in requests if other.user == request.user]
+        sessions = [e.agent.session for e in self.running if e.agent.user == agent.user]
         most = settings.max_concurrent_turns
-        full = len(requests) >= most
-        if request.user:
-            full |= len(sessions) >= max(1, most // 4)
-        if request.session:
-            full |= sessions.count(request.session) > MAX_WAITING
+        full = len(self.running) >= most
+        full |= bool(agent.user) and len(sessions) >= max(1, most // 4)
+        full |= bool(agent.session) and sessions.count(agent.session) > MAX_WAITING
         if full:
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        events.request = request
-        events.task = asyncio.create_task(run_turn(self, request, events))
-        self.running.append(events)
-        return events
+        agent.events.agent, agent.events.task = agent, asyncio.create_task(agent.run())
+        self.running.append(agent.events)
+        return agent.events
 
     async def context_tokens(self) -> int:
         """Return the size of the model's context; the memory learns within it too."""
@@ -956,13 +928,8 @@ class Service:
         self.memory.learner.context_tokens = known or 8192
         return known or 8192
 
-    # What the memory asks of endpoints; each raises Failure
-
     async def complete(self, messages: list[Message], schema: Json) -> str:
-        """Answer messages in a JSON schema; the schema, then any JSON, then plain text.
-
-        Raises memory.RequestRefused where it, or its answer, is too long, or has a fault.
-        """
+        """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
         request = {
             "model": settings.memory_model or await self.chat.discover(),
             "messages": messages,
@@ -985,13 +952,16 @@ class Service:
         # As base64 it takes a sixth off a chat's CPU; but some send numbers.
         body = {"model": model, "input": texts, "encoding_format": "base64"}
         rows = (await endpoint.ask("embeddings", body))["data"]
-        found = [row["embedding"] for row in sorted(rows, key=lambda row: row["index"])]
-        return [
-            np.frombuffer(base64.b64decode(sent), "<f4")
-            if isinstance(sent, str)
-            else np.array(sent)
-            for sent in found
-        ]
+        vectors = []
+        for row in sorted(rows, key=lambda row: row["index"]):
+            sent = row["embedding"]
+            coded = isinstance(sent, str)
+            vectors.append(
+                np.frombuffer(base64.b64decode(sent), "<f4")
+                if coded
+                else np.array(sent)
+            )
+        return vectors
 
     async def rerank(
         self, query: str, texts: list[str], k: int
@@ -1218,31 +1188,31 @@ async def openapi() -> Json:
 
 @app.post("/chat")
 async def chat(body: ChatBody) -> Response:
-    request = TurnRequest(body.message, body.user_id, str(body.session_id))
-    request.reasoning = bool(body.reasoning_mode)
-    return service().begin(request, EventStream())
+    asked = body.message, body.user_id, str(body.session_id), bool(body.reasoning_mode)
+    return service().begin(AgentRun(service(), EventStream(), *asked))
 
 
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     history = [said.model_dump(exclude_unset=True) for said in body.messages]
     asked = [text_of(said) for said in history if said["role"] == "user"]
-    user, options = body.user or "", body.model_extra or {}
-    turn = TurnRequest("".join(asked[-1:]), user, history=history, options=options)
+    agent = AgentRun(service(), OpenAIStream(service().chat, body), "".join(asked[-1:]))
+    agent.user, agent.history = body.user or "", history
+    agent.options = body.model_extra or {}
     if body.tools:
-        options["tools"] = body.tools
+        agent.options["tools"] = body.tools
     else:
-        options.pop("tool_choice", None)
+        agent.options.pop("tool_choice", None)
     named = (body.metadata or {}).get("session_id")
     named = agreeing_value(request, named, "X-Session-Id")
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
-    if user and asked and on and body.store is not False:
-        about = f"{user}\n{named or asked[0]}"
-        turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
+    if agent.user and asked and on and body.store is not False:
+        about = f"{agent.user}\n{named or asked[0]}"
+        agent.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
-            turn.session = str(UUID(named))
-    return service().begin(turn, OpenAIStream(service().chat, body))
+            agent.session = str(UUID(named))
+    return service().begin(agent)
 
 
 @app.get("/v1/models", dependencies=[Depends(key_holder)])

@@ -3357,10 +3357,13 @@ def test_a_turn_may_be_cancelled_at_any_await(server, start, model, monkeypatch,
             says("Done ", "it."),
         ]
         said, events = f"I like w{step}", main.EventStream()
-        request, before = main.TurnRequest(said, "ann", A), asyncio.all_tasks()
+        agent, before = (
+            main.AgentRun(service, events, said, "ann", A),
+            asyncio.all_tasks(),
+        )
 
         async def run():
-            await cancelled_at(step, main.run_turn(service, request, events))
+            await cancelled_at(step, agent.run())
 
         events.task = turn = asyncio.create_task(run())
         await asyncio.wait([turn], timeout=60)
