@@ -9,12 +9,10 @@ written; then it is learned from, in the background. A session's turns run one a
 
 import asyncio
 import base64
-import hashlib
 import hmac
 import ipaddress
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -22,13 +20,12 @@ import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
-from uuid import UUID
 
 import aiohttp
 import numpy as np
@@ -38,7 +35,6 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl, StringConstraints
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -80,15 +76,14 @@ class Settings(memory.Settings):
     @classmethod
     def check_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         zero = value == 0 and info.field_name in MAY_BE_ZERO
-        if isinstance(value, int | float) and not (zero or 0 < value < math.inf):
+        if isinstance(value, int | float) and not (zero or 0 < value < float("inf")):
             raise ValueError("must be positive")
         return value
 
 
 try:
-    given = {f.name: os.environ.get(f.name.upper()) for f in fields(Settings)}
-    texts: Json = {name: text for name, text in given.items() if text}
-    settings = Settings(**texts)
+    environment = {name.lower(): text for name, text in os.environ.items() if text}
+    settings = pydantic.TypeAdapter(Settings).validate_python(environment)
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
     wrong = error.errors()[0]
@@ -118,7 +113,7 @@ class ChatRequest(BaseModel, extra="forbid"):
     """Body of POST /chat."""
 
     user_id: UserName
-    session_id: UUID
+    session_id: uuid.UUID
     message: str = Field(min_length=1, max_length=32_000, validation_alias=Said)
     reasoning_mode: bool | None = Field(False, strict=True)
 
@@ -264,34 +259,32 @@ class OpenAIStream(EventStream):
             return self.encode_done(fields)
         if self.stream and type in ("token", "thought"):
             text = fields["text"] if type == "token" else "\n\n"
-            return self.encode_choices([self.choice({"content": text})])
+            return self.encode_choice({"content": text})
         return b": ping\n\n" if self.stream and type == "ping" else b""
 
-    def choice(self, said: Json, reason: str | None = None) -> Json:
-        said, self.first = self.first | said, {}
-        part = "delta" if self.stream else "message"
-        return {"index": 0, part: said, "finish_reason": reason}
-
-    def encode_choices(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        result = {"model": self.endpoint.model, "choices": choices, "usage": usage}
-        body = to_json(self.about | result)
-        return b"data: %b\n\n" % body if self.stream else body
-
     def encode_done(self, done: Json) -> bytes:
-        reason, usage = (
-            done["finish_reason"].replace("max_rounds", "stop"),
-            done["usage"],
-        )
+        reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
         said: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
             said["content"] = done["response"] or None
-            return self.encode_choices([self.choice(said, reason)], usage)
+            return self.encode_choice(said, reason, done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
-        counts = self.encode_choices([], usage) if self.usage else b""
-        last = self.encode_choices([self.choice(said, reason)])
-        return last + counts + b"data: [DONE]\n\n"
+        last = self.encode_choice(said, reason)
+        if self.usage:
+            last += self.encode_result({"choices": [], "usage": done["usage"]})
+        return last + b"data: [DONE]\n\n"
+
+    def encode_choice(self, said: Json, reason: Any = None, usage: Any = None) -> bytes:
+        part = "delta" if self.stream else "message"
+        choice = {"index": 0, part: self.first | said, "finish_reason": reason}
+        self.first = {}
+        return self.encode_result({"choices": [choice], "usage": usage})
+
+    def encode_result(self, result: Json) -> bytes:
+        body = to_json(self.about | {"model": self.endpoint.model} | result)
+        return b"data: %b\n\n" % body if self.stream else body
 
     def encode_error(self, code: str, message: str) -> bytes:
         status, _ = FAILURES[code]
@@ -345,14 +338,12 @@ class AgentRun:
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
         failure = Failure("upstream_unavailable", detail="The turn was stopped.")
-        memories = self.service.memory
+        begun: Any = nullcontext()
+        if self.session:
+            begun = self.service.memory.turn(self.user, self.session)
         try:
-            if self.session:
-                async with memories.turn(self.user, self.session) as turn:
-                    await self.run_saved(turn)
-            else:
-                await self.prepare(None)
-                await self.answer()
+            async with begun as turn:
+                await self.run_saved(turn)
             self.events.emit("done", **self.done)
         except (Failure, NotFound, OSError) as error:
             log.warning("a turn failed: %r", error)
@@ -363,8 +354,8 @@ class AgentRun:
         finally:  # also where it was cancelled; behind `done` nothing is emitted
             self.events.emit("error", code=failure.code, message=failure.detail)
 
-    async def run_saved(self, turn: memory.Turn) -> None:
-        """Answer with the user's memory; save the turn, once, whatever becomes of it."""
+    async def run_saved(self, turn: memory.Turn | None) -> None:
+        """Answer the message; save the turn, once, whatever becomes of it."""
         status: memory.Status = "interrupted"
         about: Json = {"reasoning_mode": self.reasoning, "started_at": memory.now()}
         try:
@@ -376,7 +367,7 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if "tool_calls" not in self.done:
+            if turn and "tool_calls" not in self.done:
                 self.done["turn"] = turn.number
                 about |= {"rounds": self.done["rounds"], "tools": self.calls}
                 await turn.save(self.text, self.done["response"], status, **about)
@@ -402,7 +393,7 @@ class AgentRun:
             self.prompt["tools"] = [tools.schema(function) for function in offered]
         messages = around_history(self.history, hints.block() if turn else "")
         if turn and not self.history:
-            limit = await self.service.context_tokens() * 3 // 4
+            limit = self.service.chat.context * 3 // 4
             limit -= memory.count_tokens(json.dumps(self.prompt))
             parts = SYSTEM, turn.summary, turn.turns, hints, self.text, limit
             try:
@@ -460,7 +451,7 @@ class AgentRun:
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
-        reply = ReplyParser(self.say, 4 * await self.service.context_tokens())
+        reply = ReplyParser(self.say, max_bytes=4 * chat.context)
         await chat.ask("chat/completions", request, self.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
@@ -721,10 +712,14 @@ class Endpoint:
             read_bufsize=1 << 20,  # half of the longest line of a stream
         )
         self.sizes: Json = {}  # the models there → max_model_len
+        self.context = settings.context_tokens or 8192  # tokens
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         self.answers = False  # to the last request
         self.failure: Failure | None = None  # of the last look at the models
-        self.looked, self.looking = -math.inf, asyncio.Lock()  # when last, in seconds
+        self.looked, self.looking = (
+            -float("inf"),
+            asyncio.Lock(),
+        )  # when last, in seconds
 
     async def ask(
         self,
@@ -732,18 +727,15 @@ class Endpoint:
         body: Json,
         given: Json | None = None,
         reply: ReplyParser | None = None,
-        patience: int = 1,
     ) -> Any:
-        """Return the JSON of an answer, or let a `reply` read it; Failure for all that fails.
+        """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Args:
-            body: Empty: it is a GET.
-            given: A client's own part of the body.
-            patience: How many times UPSTREAM_TIMEOUT it may be silent.
+        Without a body it is a GET; `given` is a client's own part of the body. Nobody
+        waits for a JSON, so it may take five times UPSTREAM_TIMEOUT.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
-        silence = patience * settings.upstream_timeout
+        silence = settings.upstream_timeout * (1 if reply else 5)
         for last in (False, True):
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
@@ -759,9 +751,7 @@ class Endpoint:
                     raise failure from error
             await asyncio.sleep(0.5)
 
-    async def send(
-        self, path: str, body: Json, given: Json, silence: float
-    ) -> aiohttp.ClientResponse:
+    async def send(self, path: str, body: Json, given: Json, silence: float) -> Any:
         """Send a request; where the endpoint's error names a part of it, without that.
 
         What works without a part is asked without it for ten minutes, of everybody; but
@@ -805,15 +795,16 @@ class Endpoint:
             try:
                 found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                 self.sizes = {m["id"]: m.get("max_model_len") for m in found}
-                self.failure = None
+                self.model = self.configured or next(iter(self.sizes), "")
+                known = settings.context_tokens or self.sizes.get(self.model)
+                self.context, self.failure = known or self.context, None
             except (Failure, TimeoutError, LookupError, TypeError) as error:
                 self.failure, self.answers = failure_of(error), False
             self.looked = time.monotonic()
-            self.model = self.configured or next(iter(self.sizes), "")
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
-        if not (self.configured or self.model and self.answers):
+        if not (self.sizes and self.model and (self.configured or self.answers)):
             # After a failure too: another one may be served by now.
             await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:
@@ -920,52 +911,39 @@ class Service:
         self.running.append(agent.events)
         return agent.events
 
-    async def context_tokens(self) -> int:
-        """Return the size of the model's context; the memory learns within it too."""
-        if not (settings.context_tokens or self.chat.sizes):
-            await self.chat.look(LOOK_AFTER)
-        known = settings.context_tokens or self.chat.sizes.get(self.chat.model)
-        self.memory.learner.context_tokens = known or 8192
-        return known or 8192
-
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
+        model = await self.chat.discover()
+        self.memory.learner.context_tokens = self.chat.context
         request = {
-            "model": settings.memory_model or await self.chat.discover(),
+            "model": settings.memory_model or model,
             "messages": messages,
             "temperature": 0,
-            "max_tokens": min(1500, await self.context_tokens() // 4),
+            "max_tokens": min(1500, self.chat.context // 4),
             "response_format": {"type": "json_schema", "json_schema": schema},
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        # Patiently: nobody waits for it.
-        found = await self.chat.ask("chat/completions", request, patience=5)
+        found = await self.chat.ask("chat/completions", request)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
         return choice["message"].get("content") or ""
 
-    async def embed(self, texts: list[str]) -> list[np.ndarray]:
+    async def embed(self, texts: list[str]) -> list[Any]:
         endpoint = self.endpoints["EMBEDDING_MODEL"]
         self.memory.embedder.model = model = await endpoint.discover()
         # As base64 it takes a sixth off a chat's CPU; but some send numbers.
         body = {"model": model, "input": texts, "encoding_format": "base64"}
-        rows = (await endpoint.ask("embeddings", body))["data"]
-        vectors = []
-        for row in sorted(rows, key=lambda row: row["index"]):
-            sent = row["embedding"]
-            coded = isinstance(sent, str)
-            vectors.append(
-                np.frombuffer(base64.b64decode(sent), "<f4")
-                if coded
-                else np.array(sent)
-            )
-        return vectors
+        found = (await endpoint.ask("embeddings", body))["data"]
+        found.sort(key=lambda row: row["index"])
+        sent = [row["embedding"] for row in found]
+        return [
+            np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else v
+            for v in sent
+        ]
 
-    async def rerank(
-        self, query: str, texts: list[str], k: int
-    ) -> list[tuple[int, float]]:
+    async def rerank(self, query: str, texts: list[str], k: int) -> Any:
         """Ask `/rerank` as vLLM, Jina and Cohere have it."""
         endpoint = self.endpoints["RERANK_MODEL"]
         body = {"query": query, "documents": texts, "top_n": k}
@@ -998,7 +976,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.memory.embedder.model = embedder.model
     else:
         start_log.warning(NO_EMBEDDINGS)
-    if await service.context_tokens() < 2048:
+    service.memory.learner.context_tokens = service.chat.context
+    if service.chat.context < 2048:
         start_log.error("Nothing can be learned in a context below 2048 tokens.")
     await service.memory.open()
     yield
@@ -1017,6 +996,14 @@ OPEN = ("/", "/health")  # paths for everybody
 OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 
 
+NO_TOKEN = HTTPException(
+    401, "A valid token is needed.", {"WWW-Authenticate": "Bearer"}
+)
+STRANGE_HOST = HTTPException(
+    403, "Not under this host name: set API_KEY, or use an IP address."
+)
+
+
 def require_token(app: ASGIApp) -> ASGIApp:
     """Answer 401 to what has no token in the form of one, where one is needed.
 
@@ -1026,18 +1013,15 @@ def require_token(app: ASGIApp) -> ASGIApp:
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        headers, error = Headers(scope=scope), None
-        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        request, answer = Request(scope), app
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
         # Whose token it is, if not the key, shows when the route knows the user.
         formed = is_key(token) or re.fullmatch("[0-9a-f]{64}", token)
         if settings.api_key and not formed and scope["path"] not in OPEN:
-            bearer = {"WWW-Authenticate": "Bearer"}
-            error = HTTPException(401, "A valid token is needed.", bearer)
-        if not settings.api_key and not is_own_host(headers.getlist("Host")):
-            said = "Not under this host name: set API_KEY, or use an IP address."
-            error = HTTPException(403, said)
-        answer = await on_error(Request(scope), error) if error else app
+            answer = await on_error(request, NO_TOKEN)
+        if not settings.api_key and not is_own_host(request.headers.getlist("Host")):
+            answer = await on_error(request, STRANGE_HOST)
         await answer(scope, receive, send)
 
     return check
@@ -1068,12 +1052,13 @@ async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
     openai_face = request.scope["path"].startswith("/v1/")
     if isinstance(error, RequestValidationError):
-        found = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
+        found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
         first, sent = found[0], request.headers.get("Content-Type", "")
         if first["loc"] == ("body",) and "json" not in sent:
             first["msg"] = "Send it with the header Content-Type: application/json"
-        detail: Any = f"{first['loc'][-1]}: {first['msg']}" if openai_face else found
-        error = HTTPException(422, detail)
+        error = HTTPException(422, found)
+        if openai_face:
+            error.detail = f"{first['loc'][-1]}: {first['msg']}"
     elif isinstance(error, NotFound):
         error = HTTPException(404)
     elif isinstance(error, OSError):
@@ -1099,7 +1084,7 @@ def authorize(request: Request, user_id: str) -> None:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
     token, key = request.scope["token"], settings.api_key
     if key and not is_key(token):
-        own = hmac.new(key.encode(), user_id.encode(), hashlib.sha256).hexdigest()
+        own = hmac.digest(key.encode(), user_id.encode(), "sha256").hex()
         if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
 
@@ -1118,9 +1103,7 @@ async def chat_body(request: Request, body: ChatRequest) -> ChatRequest:
     return body
 
 
-async def completion_body(
-    request: Request, body: CompletionRequest
-) -> CompletionRequest:
+async def completion_body(request: Request, body: CompletionRequest) -> Any:
     """Return the body with the user's name in its normal form; "": it names none."""
     user = agreeing_value(request, body.user, "X-User-Id")
     try:
@@ -1211,7 +1194,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         about = f"{agent.user}\n{named or asked[0]}"
         agent.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
-            agent.session = str(UUID(named))
+            agent.session = str(uuid.UUID(named))
     return service().begin(agent)
 
 
@@ -1247,13 +1230,13 @@ async def list_sessions(user: Owner) -> Json:
 
 
 @app.get("/users/{user_id}/sessions/{session_id}")
-async def read_session(user: Owner, session_id: UUID) -> Json:
+async def read_session(user: Owner, session_id: uuid.UUID) -> Json:
     found = await service().memory.user_data(user, memory.read_session, str(session_id))
     return {"session_id": session_id, "summary": found[0], "turns": found[1]}
 
 
 @app.delete("/users/{user_id}/sessions/{session_id}", status_code=204)
-async def delete_session(user: Owner, session_id: UUID) -> None:
+async def delete_session(user: Owner, session_id: uuid.UUID) -> None:
     await service().memory.user_data(user, memory.delete_session, str(session_id))
 
 
