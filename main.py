@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -74,10 +75,12 @@ class Settings(memory.Settings):
 
     @pydantic.field_validator("*")
     @classmethod
-    def check_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def check(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         zero = value == 0 and info.field_name in MAY_BE_ZERO
         if isinstance(value, int | float) and not (zero or 0 < value < float("inf")):
             raise ValueError("must be positive")
+        if getattr(value, "password", None):  # of a URL; it would stand in the log
+            raise ValueError("must be a URL without password")
         return value
 
 
@@ -166,7 +169,7 @@ class Failure(HTTPException):
         super().__init__(status, detail or usual)
         self.code, self.said = code, said
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.code}: {self.detail} {self.said[:300]}"
 
 
@@ -174,9 +177,8 @@ class RejectedRequest(Failure, memory.RequestRefused):
     """The endpoint works, and finds fault with the request itself."""
 
 
-def to_json(value: Any) -> bytes:
-    """Return compact JSON in ASCII: some clients take U+2028 for the end of a line."""
-    return pydantic_core.to_json(value, ensure_ascii=True)
+# In ASCII: some clients take U+2028 for the end of a line.
+to_json = partial(pydantic_core.to_json, ensure_ascii=True)
 
 
 class EventStream(StreamingResponse):
@@ -221,7 +223,8 @@ class EventStream(StreamingResponse):
         more = True
         while more:
             try:
-                await asyncio.wait_for(self.ready.wait(), PING_AFTER)
+                async with asyncio.timeout(PING_AFTER):
+                    await self.ready.wait()
             except TimeoutError:
                 self.emit("ping")
                 continue
@@ -334,6 +337,7 @@ class AgentRun:
         self.steps: list[str] = []  # of the plan, as it stands
         self.usage: Counter[str] = Counter()  # summed over the rounds
         self.done: Json = {"response": "", "turn": 0, "rounds": 0}  # the event
+        self.done |= {"finish_reason": "", "usage": None}
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
@@ -417,10 +421,8 @@ class AgentRun:
             return
         choice: Any = PLAN_CALL if self.reasoning else None
         while True:
-            rounds, repeated = (
-                done["rounds"] + 1,
-                max(self.seen.values(), default=0) > 2,
-            )
+            rounds = done["rounds"] + 1
+            repeated = max(self.seen.values(), default=0) > 2
             capped = repeated or rounds == settings.max_rounds
             choice = "none" if capped else choice
             calls, text = await self.ask(choice), done["response"]
@@ -451,7 +453,7 @@ class AgentRun:
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
-        reply = ReplyParser(self.say, max_bytes=4 * chat.context)
+        reply = ReplyParser(self.say)
         await chat.ask("chat/completions", request, self.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
@@ -467,6 +469,7 @@ class AgentRun:
             if not call["id"] or ids[call["id"]] > 1:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates take no other
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
+            del call["index"]
         ended = "tool_calls" if calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else ended
         return calls
@@ -539,9 +542,8 @@ class AgentRun:
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
     content = message.get("content") or ""
-    if not isinstance(content, list):
-        return str(content)
-    return "\n".join(str(part["text"]) for part in content if part.get("text"))
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "\n".join(str(part["text"]) for part in parts if part.get("text"))
 
 
 def around_history(history: list[Message], block: str) -> list[Message]:
@@ -567,13 +569,11 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    def __init__(self, say: Callable[[str, str], None], max_bytes: int):
-        self.say, self.room = say, max_bytes  # left for text, thinking, arguments
-        self.held = self.finish_reason = ""
+    def __init__(self, say: Callable[[str, str], None]):
+        self.say, self.held, self.finish_reason = say, "", ""
         # Between <think> and </think>; None: nothing was said outside of them yet
         self.thinking: bool | None = None
         self.calls: list[Json] = []
-        self.indexes: list[Any] = []  # of the calls, as the server counts them
         self.usage: Json = {}
         self.began = False  # something has come
 
@@ -586,9 +586,6 @@ class ReplyParser:
                     self.finish_reason = self.finish_reason or "stop"
                 elif data:
                     self.feed(pydantic_core.from_json(data))
-                if self.room < 0:
-                    self.finish_reason = "length"
-                    break
         except Exception:
             if not self.finish_reason:  # else nothing is missing
                 raise
@@ -604,7 +601,6 @@ class ReplyParser:
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = text_of(delta) or delta.get("refusal") or ""
-        self.room -= len((thought + text).encode())
         self.say("thinking", thought)
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
@@ -639,15 +635,14 @@ class ReplyParser:
         id, name = piece.get("id") or "", function.get("name")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
-        self.room -= len(text)
-        known = zip(self.calls, self.indexes)
-        calls = [call for call, i in known if None in (index, i) or index == i]
+        calls = self.calls
+        if index is not None:
+            calls = [call for call in calls if call["index"] in (None, index)]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
-            calls = [{"id": id, "type": "function", "function": made}]
+            calls = [{"index": index, "id": id, "type": "function", "function": made}]
             self.calls += calls
-            self.indexes.append(index)
         if calls:
             calls[-1]["function"]["arguments"] += text
 
@@ -693,6 +688,12 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
 # --- The endpoint ---
 
 
+# What aiohttp raises, and an answer that is none
+BROKEN = (
+    aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError, LookupError,
+)  # fmt: skip
+
+
 class Endpoint:
     """A server that speaks OpenAI's API, and the model that is asked there."""
 
@@ -714,19 +715,13 @@ class Endpoint:
         self.sizes: Json = {}  # the models there → max_model_len
         self.context = settings.context_tokens or 8192  # tokens
         self.unsupported: dict[str, float] = {}  # part of a request → until when
-        self.answers = False  # to the last request
-        self.failure: Failure | None = None  # of the last look at the models
-        self.looked, self.looking = (
-            -float("inf"),
-            asyncio.Lock(),
-        )  # when last, in seconds
+        # Of the last request; None: it was answered
+        self.failure: Failure | None = Failure("upstream_unavailable", "not asked yet")
+        self.looking = asyncio.Lock()
+        self.looked = -float("inf")  # when last, in seconds
 
     async def ask(
-        self,
-        path: str,
-        body: Json,
-        given: Json | None = None,
-        reply: ReplyParser | None = None,
+        self, path: str, body: Json, given: Json | None = None, reply: Any = None
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
@@ -739,16 +734,20 @@ class Endpoint:
         for last in (False, True):
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
-                    self.answers = True  # now: who reads may leave before the end
+                    self.failure = None  # now: who reads may leave before the end
                     if reply:
                         return await reply.read(answer)
                     return await answer.json(content_type=None)
-            except Exception as error:
-                failure = failure_of(error)
-                self.answers = isinstance(failure, RejectedRequest)
-                again = failure.code == "upstream_unavailable" and not last
-                if not again or reply and reply.began:
-                    raise failure from error
+            except Failure as error:
+                failure = error
+            except BROKEN as error:
+                slow = isinstance(error, aiohttp.SocketTimeoutError)
+                code = "upstream_timeout" if slow else "upstream_unavailable"
+                failure = Failure(code, repr(error))
+            self.failure = None if isinstance(failure, RejectedRequest) else failure
+            began = reply is not None and reply.began
+            if last or began or failure.code != "upstream_unavailable":
+                raise failure
             await asyncio.sleep(0.5)
 
     async def send(self, path: str, body: Json, given: Json, silence: float) -> Any:
@@ -797,14 +796,16 @@ class Endpoint:
                 self.sizes = {m["id"]: m.get("max_model_len") for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
                 known = settings.context_tokens or self.sizes.get(self.model)
-                self.context, self.failure = known or self.context, None
-            except (Failure, TimeoutError, LookupError, TypeError) as error:
-                self.failure, self.answers = failure_of(error), False
+                self.context = known or self.context
+            except Failure as error:
+                self.failure = error
+            except BROKEN as error:
+                self.failure = Failure("upstream_unavailable", repr(error))
             self.looked = time.monotonic()
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
-        if not (self.sizes and self.model and (self.configured or self.answers)):
+        if not (self.sizes and self.model and (self.configured or not self.failure)):
             # After a failure too: another one may be served by now.
             await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:
@@ -812,25 +813,17 @@ class Endpoint:
         return self.model
 
 
-def failure_of(error: Exception) -> Failure:
-    """Return as a Failure what aiohttp raises, or what an answer that is none does."""
-    if isinstance(error, Failure):
-        return error
-    slow = isinstance(error, aiohttp.SocketTimeoutError)
-    return Failure("upstream_timeout" if slow else "upstream_unavailable", repr(error))
-
-
 def refusal(status: int, said: str) -> Failure:
     """Return as a Failure what an endpoint answers with a status that is an error."""
-    said = said[:8000].lower()
-    if status in (400, 413, 422):
-        too_long = re.search(TOO_LONG, said)
-        return RejectedRequest(
-            "context_too_long" if too_long else "upstream_rejected", said
-        )
-    code = "upstream_rejected" if 400 <= status < 500 else "upstream_unavailable"
-    return Failure(
-        {408: "upstream_timeout", 429: "upstream_unavailable"}.get(status, code), said
+    said, code = said[:8000].lower(), "upstream_unavailable"
+    if status == 408:
+        code = "upstream_timeout"
+    elif 400 <= status < 500 and status != 429:
+        code = "upstream_rejected"
+    if status not in (400, 413, 422):
+        return Failure(code, said)
+    return RejectedRequest(
+        "context_too_long" if re.search(TOO_LONG, said) else code, said
     )
 
 
@@ -971,7 +964,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         served = endpoint.failure or [*endpoint.sizes][:9]
         level = logging.INFO if endpoint.model in endpoint.sizes else logging.WARNING
         found = name, endpoint.model, endpoint.url, served
-        start_log.log(level, "%s is %s; %s serves %s", *found)
+        start_log.log(level, "%s is %s; %s serves %r", *found)
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:
@@ -1016,8 +1009,10 @@ def require_token(app: ASGIApp) -> ASGIApp:
         request, answer = Request(scope), app
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
+        key = settings.api_key.encode()
+        scope["is_key"] = hmac.compare_digest(token.encode("latin-1"), key)
         # Whose token it is, if not the key, shows when the route knows the user.
-        formed = is_key(token) or re.fullmatch("[0-9a-f]{64}", token)
+        formed = scope["is_key"] or re.fullmatch("[0-9a-f]{64}", token)
         if settings.api_key and not formed and scope["path"] not in OPEN:
             answer = await on_error(request, NO_TOKEN)
         if not settings.api_key and not is_own_host(request.headers.getlist("Host")):
@@ -1028,10 +1023,6 @@ def require_token(app: ASGIApp) -> ASGIApp:
 
 
 app.add_middleware(require_token)
-
-
-def is_key(token: str) -> bool:
-    return hmac.compare_digest(token.encode("latin-1"), settings.api_key.encode())
 
 
 def is_own_host(hosts: list[str]) -> bool:
@@ -1082,9 +1073,9 @@ for kind in (RequestValidationError, HTTPException, NotFound, OSError):
 
 def authorize(request: Request, user_id: str) -> None:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
-    token, key = request.scope["token"], settings.api_key
-    if key and not is_key(token):
-        own = hmac.digest(key.encode(), user_id.encode(), "sha256").hex()
+    token, key = request.scope["token"], settings.api_key.encode()
+    if key and not request.scope["is_key"]:
+        own = hmac.digest(key, user_id.encode(), "sha256").hex()
         if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
 
@@ -1153,7 +1144,7 @@ async def health() -> Json:
     chat, learner = service().chat, service().memory.learner
     degraded = service().memory.degraded
     await chat.look(LOOK_AFTER)
-    works = chat.answers and chat.model
+    works = chat.model and not chat.failure
     broken = "unreachable" if chat.key else "not configured"
     return {
         "status": "ok" if works and not degraded else "degraded",
