@@ -3982,5 +3982,7 @@ if __name__ == "__main__":
         url = f"{endpoint.url}/v1"
         os.environ |= dict.fromkeys(("API_KEY", "CHAT_MODEL", "EMBEDDING_MODEL"), "")
         os.environ |= dict.fromkeys(("OPENAI_BASE_URL", "EMBEDDING_BASE_URL"), url)
+        import main  # which the stand-in asks, too
+
         print(f"The model is a stand-in with simple rules, at {url}.", flush=True)
-        uvicorn.run("main:app", port=int(os.environ.get("PORT", "8000")))
+        uvicorn.run(main.app, port=int(os.environ.get("PORT", "8000")))

@@ -57,12 +57,9 @@ async def call_tool(
 ) -> tuple[bool, str]:
     """Run one tool call; return whether it worked and the text for the model.
 
-    What the model or the tool does wrong comes back as text, it is not raised.
-
-    Args:
-        functions: The tools on offer by name, such as TOOLS.
-        arguments: As parsed; None if what the model sent was not a JSON object.
-        timeout: Seconds. A synchronous tool's thread cannot be stopped and runs on.
+    What the model or the tool does wrong comes back as text, it is not raised. After
+    `timeout` seconds the thread of a synchronous tool runs on. `arguments` are None if
+    what the model sent was not a JSON object.
     """
     try:
         async with asyncio.timeout(timeout) as limit:
