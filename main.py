@@ -713,7 +713,6 @@ class Endpoint:
             read_bufsize=1 << 20,  # half of the longest line of a stream
         )
         self.sizes: Json = {}  # the models there → max_model_len
-        self.context = settings.context_tokens or 8192  # tokens
         self.unsupported: dict[str, float] = {}  # part of a request → until when
         # Of the last request; None: it was answered
         self.failure: Failure | None = Failure("upstream_unavailable", "not asked yet")
@@ -735,9 +734,9 @@ class Endpoint:
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
                     self.failure = None  # now: who reads may leave before the end
-                    if reply:
-                        return await reply.read(answer)
-                    return await answer.json(content_type=None)
+                    return await (
+                        reply.read(answer) if reply else answer.json(content_type=None)
+                    )
             except Failure as error:
                 failure = error
             except BROKEN as error:
@@ -795,13 +794,15 @@ class Endpoint:
                 found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                 self.sizes = {m["id"]: m.get("max_model_len") for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
-                known = settings.context_tokens or self.sizes.get(self.model)
-                self.context = known or self.context
             except Failure as error:
                 self.failure = error
             except BROKEN as error:
                 self.failure = Failure("upstream_unavailable", repr(error))
             self.looked = time.monotonic()
+
+    @property
+    def context(self) -> int:  # tokens
+        return settings.context_tokens or self.sizes.get(self.model) or 8192
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
