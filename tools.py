@@ -33,18 +33,19 @@ def tool(function: Callable) -> Callable:
 def schema(function: Any) -> dict[str, Any]:
     """Return the OpenAI tool schema of a function; one dict for all callers, read only."""
     plain = getattr(function, "__func__", function)  # a method would keep its object
-    if plain in SCHEMAS:
-        return SCHEMAS[plain]
-    name, description = function.__name__, inspect.getdoc(function)
-    parameters = inspect.signature(function).parameters.values()
-    wrong = [p for p in parameters if p.annotation is p.empty or str(p)[0] == "*"]
-    if wrong or not description:
-        raise ValueError(f"{name} needs a docstring and annotated, named parameters")
-    takes = TypeAdapter(function).json_schema()
-    for parameter in takes["properties"].values():
-        parameter.pop("title", None)  # says "Timezone" beside timezone
-    described = {"name": name, "description": description, "parameters": takes}
-    SCHEMAS[plain] = {"type": "function", "function": described}
+    if plain not in SCHEMAS:
+        name, description = function.__name__, inspect.getdoc(function)
+        parameters = inspect.signature(function).parameters.values()
+        wrong = [p for p in parameters if p.annotation is p.empty or str(p)[0] == "*"]
+        if wrong or not description:
+            raise ValueError(
+                f"{name} needs a docstring and annotated, named parameters"
+            )
+        takes = TypeAdapter(function).json_schema()
+        for parameter in takes["properties"].values():
+            parameter.pop("title", None)  # says "Timezone" beside timezone
+        told = {"name": name, "description": description, "parameters": takes}
+        SCHEMAS[plain] = {"type": "function", "function": told}
     return SCHEMAS[plain]
 
 
@@ -56,12 +57,9 @@ async def call_tool(
 ) -> tuple[bool, str]:
     """Run one tool call; return whether it worked and the text for the model.
 
-    What the model or the tool does wrong comes back as text, it is not raised.
-
-    Args:
-        functions: The tools on offer by name, such as TOOLS.
-        arguments: As parsed; None if what the model sent was not a JSON object.
-        timeout: Seconds. A synchronous tool's thread cannot be stopped and runs on.
+    What the model or the tool does wrong comes back as text, it is not raised. After
+    `timeout` seconds the thread of a synchronous tool runs on. `arguments` are None if
+    what the model sent was not a JSON object.
     """
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -73,11 +71,10 @@ async def call_tool(
         elif not isinstance(error, ValueError):  # which says that the model asked amiss
             logger.exception("Tool %s failed", name)
     content = text.encode("utf-8", "replace")  # without lone surrogates
-    text = content.decode()
     if len(content) > MAX_RESULT_BYTES:
-        start = content[: MAX_RESULT_BYTES - 40].decode(errors="ignore")
-        text = f"{start}\n[cut: {len(content)} bytes in all]"
-    return ok, text
+        mark = f"\n[cut: {len(content)} bytes in all]"
+        content = content[: MAX_RESULT_BYTES - 40] + mark.encode()
+    return ok, content.decode(errors="ignore")
 
 
 async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> str:
@@ -85,13 +82,13 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         names = ", ".join(functions)
         raise ValueError(f"there is no tool '{name[:64]}'; the tools are {names}.")
     function: Any = functions[name]
-    adapter = TypeAdapter(function)  # calls the function with what it has validated
+    call = TypeAdapter(function).validate_python  # which calls what it has validated
     try:
         if inspect.iscoroutinefunction(function):
-            result = await adapter.validate_python(arguments)
+            result = await call(arguments)
         else:
             # As a generator's, a StopIteration becomes an error that a future can hold.
-            once = (adapter.validate_python(arguments) for _ in range(1))
+            once = (call(arguments) for _ in range(1))
             result = await asyncio.to_thread(next, once)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[:8]
@@ -99,8 +96,9 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         takes = schema(function)["function"]["parameters"]
         said.append(f"{name} takes JSON: {json.dumps(takes, ensure_ascii=False)}")
         raise ValueError("\n".join(said)) from None
-    whole = isinstance(result, str)
-    return result if whole else json.dumps(result, ensure_ascii=False, default=str)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 # --- The tools ---

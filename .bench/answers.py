@@ -63,7 +63,7 @@ async def answers(client, count, facts, message, last_line):
     prompt = [main.memory.message("system", main.SYSTEM)]
     prompt.append(main.memory.message("user", f"{block}\n\n{message}"))
     reply = await client.chat.completions.create(
-        model=main.CHAT_MODEL,
+        model=main.settings.chat_model,
         messages=prompt,
         tools=[schema(function) for function in FUNCTIONS],
         n=count,
@@ -77,7 +77,8 @@ async def answers(client, count, facts, message, last_line):
 
 
 async def run(count):
-    client = openai.AsyncOpenAI(base_url=main.BASE_URL, api_key=main.OPENAI_API_KEY)
+    url, key = str(main.settings.openai_base_url), main.settings.openai_api_key
+    client = openai.AsyncOpenAI(base_url=url, api_key=key or "EMPTY")
     for last_line in (False, True):
         for kind, cases in CASES.items():
             right = 0

@@ -4,6 +4,7 @@ OPENAI_BASE_URL=http://localhost:8001/v1 python -m pytest -m real
 """
 
 import asyncio
+import dataclasses
 import os
 import uuid
 
@@ -64,7 +65,8 @@ MODEL_CASES = [
 @pytest.mark.skipif("OPENAI_BASE_URL" not in os.environ, reason="needs a real model")
 def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
     """Prints accuracy by operation. The prompt was tuned on none of these cases."""
-    monkeypatch.setattr(main, "DATA_DIR", tmp_path)
+    settings = dataclasses.replace(main.settings, data_dir=tmp_path)
+    monkeypatch.setattr(main, "settings", settings)
 
     async def facts_after(service, texts, turns):
         """Return the facts that stand when a model has learned turns."""
@@ -96,12 +98,11 @@ def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
         return all(stands) and not any(m.casefold() in text for m in must_not)
 
     async def judge_all():  # what holds connections is made within the loop
-        service, slots = main.Service(), asyncio.Semaphore(4)
-        await service.open()
-        judged = (judge(service, slots, case) for case in MODEL_CASES)
-        good = await asyncio.gather(*judged)
-        await service.close()
-        return good
+        slots = asyncio.Semaphore(4)
+        async with main.lifespan(main.app):
+            service = main.app.state.service
+            judged = (judge(service, slots, case) for case in MODEL_CASES)
+            return await asyncio.gather(*judged)
 
     good = asyncio.run(judge_all())
     with capsys.disabled():
