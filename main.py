@@ -453,7 +453,7 @@ class AgentRun:
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
-        reply = ReplyParser(self.say)
+        reply = ReplyParser(self.say, max_bytes=4 * chat.context)
         await chat.ask("chat/completions", request, self.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
@@ -569,8 +569,9 @@ class ReplyParser:
     `finish_reason` says. Only what may be half of a <think> tag is held back.
     """
 
-    def __init__(self, say: Callable[[str, str], None]):
-        self.say, self.held, self.finish_reason = say, "", ""
+    def __init__(self, say: Callable[[str, str], None], max_bytes: int):
+        self.say, self.room = say, max_bytes  # left for text, thinking, arguments
+        self.held = self.finish_reason = ""
         # Between <think> and </think>; None: nothing was said outside of them yet
         self.thinking: bool | None = None
         self.calls: list[Json] = []
@@ -586,6 +587,9 @@ class ReplyParser:
                     self.finish_reason = self.finish_reason or "stop"
                 elif data:
                     self.feed(pydantic_core.from_json(data))
+                if self.room < 0:
+                    self.finish_reason = "length"
+                    break
         except Exception:
             if not self.finish_reason:  # else nothing is missing
                 raise
@@ -601,6 +605,7 @@ class ReplyParser:
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = text_of(delta) or delta.get("refusal") or ""
+        self.room -= len((thought + text).encode())
         self.say("thinking", thought)
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
@@ -635,6 +640,7 @@ class ReplyParser:
         id, name = piece.get("id") or "", function.get("name")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
+        self.room -= len(text)
         calls = self.calls
         if index is not None:
             calls = [call for call in calls if call["index"] in (None, index)]

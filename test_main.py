@@ -801,6 +801,21 @@ def test_silence_after_tools_and_an_empty_list_are_asked_once_more(chat, model, 
     assert answer(chat.ask("Hi!")) == ("{}" if junk else "")
 
 
+def test_an_answer_beyond_four_bytes_a_token_of_the_context_ends(start, model):
+    function = {"name": "calculate", "arguments": "9" * 1000}
+    call = {"tool_calls": [{"index": 0, "id": "x", "function": function}]}
+    text, thought = ({field: "é" * 500} for field in ("content", "reasoning_content"))
+    with start(CONTEXT_TOKENS=4096) as chat:
+        for delta, told in ((text, "é" * 8500), (thought, ""), (call, "Over.")):
+            model.replies += [[*[chunk(delta)] * 40, WAIT], says("Over.")]
+            events = chat.ask("Count!", str(uuid.uuid4()))
+            end = "stop" if delta is call else "length"
+            assert (answer(events), events[-1]["finish_reason"]) == (told, end)
+            assert len(of(events, "thinking")) == 17 * (delta is thought)
+            model.replies.clear()
+        wait_for(lambda: model.closed == 3)
+
+
 # --- Users, sessions and clients that leave ---
 
 
