@@ -1358,7 +1358,7 @@ INSTRUCTION = re.compile(r"""(?xi)
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 # Not a title or a name: what is to be translated, corrected or explained
 QUOTED = re.compile(r"""(?xs)
-(?<!\w)(["'`]+)(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[“”»]""")
+(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[“”»]""")
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
 THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[^'’]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")

@@ -1711,8 +1711,8 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
         text, left = case.split(" → ")
         assert memory.redact(text) == left
     memory.one_line("[" + " " * 999_999)  # takes hours where a pattern goes back
-    for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40):
-        memory.storable(text), memory.redact(200 * text)
+    for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40, "'" * 99):
+        memory.storable(text), memory.is_said("note it", 200 * text)
 
 
 def test_an_answer_is_operations_or_a_bad_one():
