@@ -408,7 +408,7 @@ RARE = 3.0  # sigmas that a word held by one entry alone is worth, in a plain ra
 ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
 GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
-BM25 = "bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # weights of an Entry's last four fields
+BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
 STOP_WORDS = """
 a about am an and any are as at be been being but by can could d did do does doing for from
 had has have having he her hers him his how i if in into is it its just ll m me more most my
@@ -503,26 +503,26 @@ class Index:
     ) -> list[tuple[float, Entry]]:
         """Return the k best entries, `cut` or plain, each with evidence / (evidence + m)."""
         size, terms = len(self.entries), query_terms(query)
-        meaning, held, bm25 = np.zeros((3, size))
+        meaning, words = np.zeros((2, size))
         if vector is not None and self.spread and self.dense.d == len(vector):
             shifted = (vector - self.shift)[None]
             [cosines], [found] = self.dense.search(shifted, self.dense.ntotal)
             meaning[found] = (cosines - cosines.mean()) / self.spread
-        select = f"SELECT rowid - 1, {BM25} FROM entries WHERE entries MATCH ?"
+        score = "1" if cut else BM25
+        select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
         for term in terms:
-            for n, rank in self.words.execute(select, [term]):
-                held[n] += 1
-                bm25[n] -= rank
+            for n, value in self.words.execute(select, [term]):
+                words[n] += value
         chance, least = math.sqrt(2 * math.log(max(2, size))), -math.inf
         if not cut:
             # FTS5's idf of a word in one of n entries; it is never less than 1e-6.
             one = max(1e-6, math.log(max(1.0, (size - 0.5) / 1.5)))
-            evidence = meaning + bm25 * RARE / one
+            evidence = meaning + words * RARE / one
         else:
             # Without vectors it is not squared: words are all there is.
             power = 2 if meaning.any() else 1
-            words = ALL * (held / max(1, len(terms))) ** power
-            evidence = np.minimum(chance, meaning) + words
+            share = words / max(1, len(terms))
+            evidence = np.minimum(chance, meaning) + ALL * share**power
         if cut and size >= FEW:
             best = evidence.max()
             least = max(FLOOR * chance, best - chance)
@@ -1139,7 +1139,7 @@ nutzerin ist hat o os um uma é tem utente gebruiker kullanıcı kullanıcının
 пользователь пользователя пользователю"""
 LITTLE = frozenset(LITTLE_WORDS.split())
 # Symbols tell C++ from C# and one emoji from another.
-TOKEN = re.compile(r"[^\s!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿،؛؟।॥‐-⁞、-〃〈-〟]+")
+TOKEN = re.compile(r"[^\s!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿־،؛؟۔।॥‐-⁞、-〃〈-〟・]+")
 
 
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
@@ -1236,14 +1236,12 @@ def same_matter(text: str, known: str, said: set[str]) -> bool:
 
 
 def final_texts(text: str, time: str) -> list[str]:
-    """Return a text with dates for "tomorrow" and the like, which weak models leave.
-
-    "User uses A, B and C for work" becomes a sentence for each name: one may end alone.
-    """
-    for words, days in DAYS.items():
+    """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
+    for words, days in DAYS.items():  # which weak models leave
         date = datetime.fromisoformat(time) + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
-    if not (match := NAMES.fullmatch(text)):
+    match = NAMES.fullmatch(text)  # "User uses A, B and C for work": one may end alone
+    if not match:
         return [text]
     start, names, last, end = match.groups()
     return [f"{start} {name}{end}" for name in [*names.split(", "), last]]
