@@ -35,7 +35,7 @@ import pydantic_core
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import AfterValidator, BaseModel, Field, HttpUrl, StringConstraints
+from pydantic import AfterValidator, BaseModel, Field, HttpUrl
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -46,7 +46,8 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^\S.*$")]
+# Not blank, and in one line
+Key = Annotated[str, Field(pattern=r"^(\s*\S.*\s*)?$"), AfterValidator(str.strip)]
 MAY_BE_ZERO = ("context_tokens", "hint_tokens", "hint_k", "summaries")
 
 
