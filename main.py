@@ -46,8 +46,6 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-# Not blank, and in one line
-Key = Annotated[str, Field(pattern=r"^(\s*\S.*\s*)?$"), AfterValidator(str.strip)]
 MAY_BE_ZERO = ("context_tokens", "hint_tokens", "hint_k", "summaries")
 
 
@@ -55,17 +53,17 @@ MAY_BE_ZERO = ("context_tokens", "hint_tokens", "hint_k", "summaries")
 class Settings(memory.Settings):
     """The environment, where names are in upper case; memory's settings come first."""
 
-    api_key: Key = ""  # of this service; empty: open to all
+    api_key: str = ""  # of this service; empty: open to all
     openai_base_url: HttpUrl | None = None  # OpenAI itself
-    openai_api_key: Key = ""
+    openai_api_key: str = ""
     chat_model: str = ""  # empty, here and below: the endpoint's first
     chat_extra_body: Json | pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
     embedding_base_url: HttpUrl | None = None  # as for chat
-    embedding_api_key: Key = ""
+    embedding_api_key: str = ""
     embedding_model: str = ""
     rerank_base_url: HttpUrl | None = None  # no reranking
-    rerank_api_key: Key = "EMPTY"
+    rerank_api_key: str = "EMPTY"
     rerank_model: str = ""
     data_dir: Path = Path("data")
     max_rounds: int = 8  # requests to the model in one turn
@@ -82,6 +80,10 @@ class Settings(memory.Settings):
             raise ValueError("must be positive")
         if getattr(value, "password", None):  # of a URL; it would stand in the log
             raise ValueError("must be a URL without password")
+        if str(info.field_name).endswith("_key") and value:
+            value = value.strip()
+            if not (value and value.isprintable()):
+                raise ValueError("must be a key in one line, or not be set")
         return value
 
 
@@ -91,7 +93,8 @@ try:
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
     wrong = error.errors()[0]
-    raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
+    rule = wrong["msg"].removeprefix("Value error, ")
+    raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {rule}") from None
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
