@@ -155,6 +155,18 @@ class CompletionRequest(BaseModel, extra="allow"):
         return body
 
 
+@dataclass
+class TurnRequest:
+    """What a turn is asked, whichever face of the service it came to."""
+
+    text: str  # of the last user message
+    user: str = ""  # who asks; empty: not known
+    session: str = ""  # empty: no memory is read or written
+    reasoning: bool = False
+    history: list[Message] = field(default_factory=list)  # empty: the transcript's
+    options: Json = field(default_factory=dict)  # the client's, for the endpoint
+
+
 FAILURES = {  # code: the status where no stream has begun, what a client is told
     "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
     "upstream_unavailable": (503, "The model's endpoint is not available: check its URL and that it runs."),
@@ -192,7 +204,7 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
-    agent: "AgentRun"
+    request: TurnRequest
     task: asyncio.Task[None]  # which runs the turn
     started = ended = closed = False  # status sent; nothing more to emit; to send
 
@@ -320,20 +332,11 @@ SORRY = "Sorry, I could not come up with an answer."
 NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
-@dataclass
 class AgentRun:
-    """One turn, whichever face of the service it came to: what it is asked, and its rounds."""
+    """One turn: its rounds with the model, and what it has come to."""
 
-    service: "Service"
-    events: EventStream
-    text: str  # of the last user message
-    user: str = ""  # who asks; empty: not known
-    session: str = ""  # empty: no memory is read or written
-    reasoning: bool = False
-    history: list[Message] = field(default_factory=list)  # empty: the transcript's
-    options: Json = field(default_factory=dict)  # the client's, for the endpoint
-
-    def __post_init__(self) -> None:
+    def __init__(self, service: "Service", request: TurnRequest, events: EventStream):
+        self.service, self.request, self.events = service, request, events
         self.functions: dict[str, Callable] = {}  # on offer, by name
         self.prompt: Json = {}  # messages and tools
         self.calls: list[Json] = []  # with results, as saved
@@ -347,8 +350,9 @@ class AgentRun:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
         failure = Failure("upstream_unavailable", detail="The turn was stopped.")
         begun: Any = nullcontext()
-        if self.session:
-            begun = self.service.memory.turn(self.user, self.session)
+        if self.request.session:
+            asked = self.request.user, self.request.session
+            begun = self.service.memory.turn(*asked)
         try:
             async with begun as turn:
                 await self.run_saved(turn)
@@ -365,7 +369,8 @@ class AgentRun:
     async def run_saved(self, turn: memory.Turn | None) -> None:
         """Answer the message; save the turn, once, whatever becomes of it."""
         status: memory.Status = "interrupted"
-        about: Json = {"reasoning_mode": self.reasoning, "started_at": memory.now()}
+        request = self.request
+        about: Json = {"reasoning_mode": request.reasoning, "started_at": memory.now()}
         try:
             await self.prepare(turn)
             await self.answer()
@@ -378,11 +383,12 @@ class AgentRun:
             if turn and "tool_calls" not in self.done:
                 self.done["turn"] = turn.number
                 about |= {"rounds": self.done["rounds"], "tools": self.calls}
-                await turn.save(self.text, self.done["response"], status, **about)
+                await turn.save(request.text, self.done["response"], status, **about)
 
     async def prepare(self, turn: memory.Turn | None) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
-        offered: list[Any] = [self.plan] if self.reasoning else []
+        text, history = self.request.text, self.request.history
+        offered: list[Any] = [self.plan] if self.request.reasoning else []
         offered += tools.TOOLS.values()
         hints, pending = Hints([], [], []), 0
         if turn:
@@ -390,20 +396,20 @@ class AgentRun:
             offered += [turn.forget_memory, turn.search_conversations]
             pending = len(turn.unlearned)
             try:
-                hints = await turn.hints(self.text, map(text_of, self.history))
+                hints = await turn.hints(text, map(text_of, history))
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
             failed = "memory" in hints.degraded
             self.service.memory.degraded.note("memory", failed)
-        if "tools" not in self.options:  # of the client
+        if "tools" not in self.request.options:  # of the client
             self.functions = {function.__name__: function for function in offered}
             self.prompt["tools"] = [tools.schema(function) for function in offered]
-        messages = around_history(self.history, hints.block() if turn else "")
-        if turn and not self.history:
+        messages = around_history(history, hints.block() if turn else "")
+        if turn and not history:
             limit = self.service.chat.context * 3 // 4
             limit -= memory.count_tokens(json.dumps(self.prompt))
-            parts = SYSTEM, turn.summary, turn.turns, hints, self.text, limit
+            parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
             try:
                 messages, hints = memory.fit_context(*parts, settings.history_turns)
             except ValueError:
@@ -419,11 +425,11 @@ class AgentRun:
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
         done = self.done
-        if "tools" in self.options:  # a client's own: what is called goes to it
+        if "tools" in self.request.options:  # a client's own: what is called goes to it
             if calls := await self.ask(None):
                 done["tool_calls"] = calls
             return
-        choice: Any = PLAN_CALL if self.reasoning else None
+        choice: Any = PLAN_CALL if self.request.reasoning else None
         while True:
             rounds = done["rounds"] + 1
             repeated = max(self.seen.values(), default=0) > 2
@@ -458,7 +464,7 @@ class AgentRun:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
         reply = ReplyParser(self.say, max_bytes=4 * chat.context)
-        await chat.ask("chat/completions", request, self.options, reply)
+        await chat.ask("chat/completions", request, self.request.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
         done["usage"] = self.usage or None
@@ -898,22 +904,29 @@ class Service:
         self.memory = Memory(settings.data_dir, *asked, settings)
         self.running: list[EventStream] = []
 
-    def begin(self, agent: AgentRun) -> EventStream:
+    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        sessions = [e.agent.session for e in self.running if e.agent.user == agent.user]
-        most = settings.max_concurrent_turns
-        full = len(self.running) >= most
-        full |= bool(agent.user) and len(sessions) >= max(1, most // 4)
-        full |= bool(agent.session) and sessions.count(agent.session) > MAX_WAITING
-        if full:
+        user, session, most = (
+            request.user,
+            request.session,
+            settings.max_concurrent_turns,
+        )
+        others = [e.request for e in self.running]
+        sessions = [other.session for other in others if other.user == user]
+        if (
+            len(others) >= most
+            or (user and len(sessions) >= max(1, most // 4))
+            or (session and sessions.count(session) > MAX_WAITING)
+        ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        agent.events.agent, agent.events.task = agent, asyncio.create_task(agent.run())
-        self.running.append(agent.events)
-        return agent.events
+        agent, events.request = AgentRun(self, request, events), request
+        events.task = asyncio.create_task(agent.run())
+        self.running.append(events)
+        return events
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
@@ -1174,30 +1187,29 @@ async def openapi() -> Json:
 @app.post("/chat")
 async def chat(body: ChatBody) -> Response:
     asked = body.message, body.user_id, str(body.session_id), bool(body.reasoning_mode)
-    return service().begin(AgentRun(service(), EventStream(), *asked))
+    return service().begin(TurnRequest(*asked), EventStream())
 
 
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     history = [said.model_dump(exclude_unset=True) for said in body.messages]
     asked = [text_of(said) for said in history if said["role"] == "user"]
-    agent = AgentRun(service(), OpenAIStream(service().chat, body), "".join(asked[-1:]))
-    agent.user, agent.history = body.user or "", history
-    agent.options = body.model_extra or {}
+    turn = TurnRequest("".join(asked[-1:]), body.user or "", history=history)
+    turn.options = body.model_extra or {}
     if body.tools:
-        agent.options["tools"] = body.tools
+        turn.options["tools"] = body.tools
     else:
-        agent.options.pop("tool_choice", None)
+        turn.options.pop("tool_choice", None)
     named = (body.metadata or {}).get("session_id")
     named = agreeing_value(request, named, "X-Session-Id")
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
-    if agent.user and asked and on and body.store is not False:
-        about = f"{agent.user}\n{named or asked[0]}"
-        agent.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
+    if turn.user and asked and on and body.store is not False:
+        about = f"{turn.user}\n{named or asked[0]}"
+        turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
-            agent.session = str(uuid.UUID(named))
-    return service().begin(agent)
+            turn.session = str(uuid.UUID(named))
+    return service().begin(turn, OpenAIStream(service().chat, body))
 
 
 @app.get("/v1/models", dependencies=[Depends(key_holder)])
@@ -1217,10 +1229,14 @@ async def memory_history(user: Owner, id: str) -> Json:
     return {"history": await service().memory.user_data(user, memory.fact_history, id)}
 
 
-@app.delete("/users/{user_id}/memories", status_code=204)
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
-async def delete_memories(user: Owner, id: str | None = None) -> None:
+async def delete_memory(user: Owner, id: str) -> None:
     await service().memory.user_data(user, memory.delete_facts, id)
+
+
+@app.delete("/users/{user_id}/memories", status_code=204)
+async def delete_memories(user: Owner) -> None:
+    await service().memory.user_data(user, memory.delete_facts)
 
 
 @app.get("/users/{user_id}/sessions")

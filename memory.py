@@ -281,12 +281,15 @@ class FileCache:
             set_aside(path)
         return self.load(path, kind)
 
-    def write(self, path: Path, value: Kind) -> None:
+    def write(self, path: Path, kind: type[Kind], content: bytes) -> None:
         """Replace a file; ValueError: it could not be read again."""
-        content = value.dump()
-        value = type(value).parse(content)
+        value = kind.parse(content)
         replace_file(path, content)
         self.kept[path] = stamp(path), value
+
+    def is_fresh(self, path: Path) -> bool:
+        """Tell whether a file is kept, and as it is on the disk."""
+        return path in self.kept and self.kept[path][0] == stamp(path)
 
     def trim(self) -> None:
         """Forget what was not used for longest, beyond CACHE_BYTES of files."""
@@ -600,8 +603,8 @@ class TranscriptStorage(Storage):
         return self.cache.load(self.path, Transcript).tables()
 
     def write(self, data: Any) -> None:
-        content = pydantic_core.to_json(data)
-        self.cache.write(self.path, Transcript.parse(content))
+        # In a third of the time that json takes
+        self.cache.write(self.path, Transcript, pydantic_core.to_json(data))
 
 
 @dataclass(frozen=True)
@@ -677,7 +680,7 @@ class UserFiles:
         return self.write(State(name, uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
-        self.cache.write(self.folder / "memory.json", state)
+        self.cache.write(self.folder / "memory.json", State, state.dump())
         return state
 
     def sessions(self) -> list[str]:
@@ -753,8 +756,9 @@ class UserFiles:
             last = first[-1]["turn"]
             if self.transcript(session_id, last).turns not in ([], first):
                 set_aside(self.path(session_id, last))
-            self.cache.write(self.path(session_id, last), Transcript(first))
-            self.cache.write(path, replace(newest, turns=rest))
+            older, newest = Transcript(first), replace(newest, turns=rest)
+            self.cache.write(self.path(session_id, last), Transcript, older.dump())
+            self.cache.write(path, Transcript, newest.dump())
         turns = TinyDB(path, self.cache, storage=TranscriptStorage).table("turns")
         turns.insert(Document(row, doc_id=number))
 
@@ -805,7 +809,7 @@ class IndexedFiles(UserFiles):
         ids = [id for id, _ in self.entries(file)]
         kept = {id: known[id] for id in ids if len(known.get(id, ())) == size > 0}
         if kept:
-            self.cache.write(self.folder / file, Vectors(kept))
+            self.cache.write(self.folder / file, Vectors, Vectors(kept).dump())
         else:
             (self.folder / file).unlink(missing_ok=True)
 
@@ -1658,15 +1662,24 @@ class Memory:
             ended.clear()  # it may be opened again
         self.locks.close()
 
-    async def run(self, user: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of a user's files in a thread, under the user's lock.
+    async def run(
+        self, user: str, function: Callable[..., T], *arguments: Any, reads: str = ""
+    ) -> T:
+        """Call a function of a user's files, under the user's lock, in a thread.
+
+        On the event loop where all that it reads is kept as it is on the disk: with 64
+        turns at once, a thread costs 20 ms more.
 
         Args:
             user: The name of the user's folder.
+            reads: The one file that it reads beside memory.json, if it writes none.
         """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
+        read = files.folder / "memory.json", files.folder / reads
         try:
             async with self.locks.held(user):
+                if reads and all(map(self.cache.is_fresh, read)):
+                    return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
             self.degraded.note("storage", failed=True)
@@ -1713,7 +1726,8 @@ class Memory:
         user = folder_name(name)
         try:
             async with self.locks.held(f"{user}/{session_id}"):
-                begun = await self.run(user, UserFiles.begin, name, session_id)
+                begin, file = UserFiles.begin, f"{session_id}.json"
+                begun = await self.run(user, begin, name, session_id, reads=file)
                 yield Turn(self, user, session_id, begun)
         finally:
             self.learner.schedule(user, turn=True)
@@ -2024,7 +2038,7 @@ class Learner:
             now = files.transcript(session_id)
             if now.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
                 new = replace(now, summary=cut(summary, 8000), turn=old[-1]["turn"])
-                files.cache.write(files.path(session_id), new)
+                files.cache.write(files.path(session_id), Transcript, new.dump())
 
         if summary := answer.strip():
             await run(user, write_summary)

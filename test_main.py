@@ -3352,15 +3352,10 @@ def test_a_turn_may_be_cancelled_at_any_await(server, start, model, monkeypatch,
 
     async def trial(service, folder, step):
         model.replies.clear()
-        model.replies += [
-            calls(compute(f"{step}+1"), text="Hm. "),
-            says("Done ", "it."),
-        ]
+        model.replies += [sum_of(step), says("Done ", "it.")]
         said, events = f"I like w{step}", main.EventStream()
-        agent, before = (
-            main.AgentRun(service, events, said, "ann", A),
-            asyncio.all_tasks(),
-        )
+        request, before = main.TurnRequest(said, "ann", A), asyncio.all_tasks()
+        agent = main.AgentRun(service, request, events)
 
         async def run():
             await cancelled_at(step, agent.run())
