@@ -35,6 +35,7 @@ import os
 import re
 import shutil
 import sqlite3
+import threading
 import time
 import unicodedata
 import uuid
@@ -257,26 +258,25 @@ def set_aside(path: Path) -> None:
 class FileCache:
     """Files that are replaced whole, each parsed again only when it was changed.
 
-    What holds a file is a State, a Transcript or Vectors, and is never changed itself.
+    What they hold, a State, a Transcript or Vectors, is never changed in place. Of what
+    was used last, so much is kept as makes CACHE_BYTES of files.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Path, tuple[Any, Any]] = {}  # stamp and value; last used last
+        self.kept: dict[Path, tuple[Any, int, Any]] = {}  # stamp, size, value
+        self.size, self.lock = 0, threading.Lock()  # threads of several users come here
 
     def load(self, path: Path, kind: type[Kind]) -> Kind:
         """Return what a file holds; an empty one: there is none, or it was damaged."""
         found = stamp(path)
-        known, value = self.kept.pop(path, (None, None))
         if found is None:
             return kind()
-        for _ in range(2 if found != known else 0):
-            # Twice: what another machine writes may not be here whole at first.
-            with suppress(ValueError, LookupError, TypeError, AttributeError):
-                known, value = found, kind.parse(path.read_bytes())
-                break
-        if found == known:
-            self.kept[path] = known, value
+        value = self.get(path, found)
+        if value is not None:
             return value
+        for _ in range(2):  # what another machine writes may not be here whole at first
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                return self.keep(path, found, found[1], kind.parse(path.read_bytes()))
         if found == stamp(path):  # it was not replaced meanwhile
             set_aside(path)
         return self.load(path, kind)
@@ -285,20 +285,29 @@ class FileCache:
         """Replace a file; ValueError: it could not be read again."""
         value = kind.parse(content)
         replace_file(path, content)
-        self.kept[path] = stamp(path), value
+        self.keep(path, stamp(path), len(content), value)
 
-    def is_fresh(self, path: Path) -> bool:
-        """Tell whether a file is kept, and as it is on the disk."""
-        return path in self.kept and self.kept[path][0] == stamp(path)
+    def get(self, path: Path, stamp: Any) -> Any:
+        """Return what is kept with this stamp; None: nothing is, or no longer."""
+        with self.lock:
+            kept = self.kept.pop(path, (None, 0, None))
+            if kept[0] == stamp:
+                self.kept[path] = kept
+                return kept[2]
+            self.size -= kept[1]
+        return None
 
-    def trim(self) -> None:
-        """Forget what was not used for longest, beyond CACHE_BYTES of files."""
-        kept = [*self.kept.items()]  # threads may be adding to it
-        held = sum(2000 + found[1] for _, (found, _) in kept)
-        for path, (found, _) in kept:
-            if held > CACHE_BYTES:
-                held -= 2000 + found[1]
-                self.kept.pop(path, None)
+    def keep(self, path: Path, stamp: Any, size: int, value: T) -> T:
+        """Keep a value and return it; forget those for it that were not used for longest."""
+        size += 2000  # bytes; the objects for a small file are larger than it
+        with self.lock:
+            self.size -= self.kept.pop(path, (None, 0, None))[1]
+            if size < CACHE_BYTES // 2:  # else it would drive out all others
+                self.kept[path] = stamp, size, value
+                self.size += size
+            while self.size > CACHE_BYTES:
+                self.size -= self.kept.pop(next(iter(self.kept)))[1]
+        return value
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -330,8 +339,10 @@ class Locks:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self.owners = self.holding = 0  # memories that use it, locks that are held
-        # A pool of our own: tools that hang must not keep turns from being saved.
-        self.disk = ThreadPoolExecutor(thread_name_prefix="disk")
+        # A pool of our own: tools that hang must not keep turns from being saved. And
+        # FAISS is not to wake threads in each of ours: that took 4 ms a search.
+        begin = faiss.omp_set_num_threads
+        self.disk = ThreadPoolExecutor(None, "disk", initializer=begin, initargs=(1,))
 
     @classmethod
     def open(cls, path: Path) -> "Locks":
@@ -391,7 +402,6 @@ class Locks:
 
 # --- Search ---
 
-faiss.omp_set_num_threads(1)  # waking threads took 3-7 ms, one short query takes 0.1
 RARE = 3.0  # sigmas that a word held by one entry alone is worth, in a plain ranking
 ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
 GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
@@ -727,6 +737,12 @@ class UserFiles:
         # Merged, not sorted: a clock set back must not change a session's order.
         return state, list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
 
+    def are_cached(self, session_id: str) -> bool:
+        """Tell whether all that `begin` reads is kept as it is on the disk."""
+        marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
+        paths = [self.folder / "memory.json", *map(self.path, [session_id, *marked])]
+        return all(self.cache.get(path, stamp(path)) is not None for path in paths)
+
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
         # The folder is made here alone: what ends later must not bring a deleted user back.
@@ -767,7 +783,7 @@ class UserFiles:
         for pattern in patterns:
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink()
-                self.cache.kept.pop(path, None)
+                self.cache.get(path, "gone")  # which forgets it
         fsync_folder(self.folder)
 
 
@@ -782,7 +798,8 @@ class IndexedFiles(UserFiles):
         if file == FACTS:
             found = fact_entries(self.load().facts)
         else:
-            each = ((id, self.turns_after(id, 0)) for id in self.sessions())
+            apart = UserFiles(self.folder)  # what all of it holds would fill the cache
+            each = ((id, apart.turns_after(id, 0)) for id in self.sessions())
             found = [
                 entry for id, turns in each for entry in message_entries(id, turns)
             ]
@@ -822,17 +839,13 @@ class IndexedFiles(UserFiles):
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
-        facts, path = self.load().facts, self.folder / "index"  # there is no such file
-        stamps = stamp(self.folder / "memory.json") or (
-            0,
-            0,
-            0,
-        )  # `trim` needs the size
-        made_of = *stamps, stamp(self.folder / FACTS), self.model
-        known, index = self.cache.kept.get(path, (None, None))
-        if known != made_of:
-            index = self.index(FACTS)
-            self.cache.kept[path] = made_of, index
+        facts = self.load().facts
+        stamps = [stamp(self.folder / file) for file in ("memory.json", FACTS)]
+        made_of = *stamps, self.model
+        index = self.cache.get(self.folder, made_of)
+        if index is None:
+            size = sum(found[1] for found in stamps if found)
+            index = self.cache.keep(self.folder, made_of, size, self.index(FACTS))
         found = index.search(query, vector, k, cut)
         return [{**facts[entry.key], "score": score} for score, entry in found]
 
@@ -1254,8 +1267,8 @@ SECRET = re.compile(rf"""(?xi)
 |{NUMBER}[^\d\n]{{0,60}}?(?:{IS}|{NO_DATE})[A-Z]{{0,8}}\d(?:[A-Z]{{0,3}}[ .-]?\d){{2,17}}[A-Z]?\b
 |(?<![a-z0-9])(?:(?:[spr]k|gsk|gh[pousr]|github_pat|hf|npm|whsec|glpat|pypi|xox[a-z])[_-]
   |eyJ|A[KS]IA|AIza|ya29)(?=[\w.-]{{0,200}}\d)[\w.-]{{8,}}\w
-|\b(?:(?:api|secret|access|auth)[ _-]?(?:key|token)|bearer)\b[^\n.,;]{{0,20}}?[\s=:"'`]
-  (?=\S*\d)[\w+/.~-]{{6,}}=*
+|(?<![a-z])(?:(?:api|client|secret|access|auth)[ _-]?(?:key|token|secret)|bearer)\b[^\n.,;]{{0,20}}?[\s=:"'`]
+  (?=\S{{0,99}}\d)[\w+/.~-]{{6,}}=*
 |-----BEGIN\s[\w ]*PRIVATE\sKEY-----(?:[^-]|-(?!----))*(?:-----END\s[\w ]*-----)?
 |(?<=://)[^\s/:@]+:[^\s/@]+(?=@)  # https://user:password@host""")
 NOW = r"(?:today|tonight|(?:right\s)?now|at\sthe\smoment|this\s\w+)"
@@ -1663,22 +1676,17 @@ class Memory:
         self.locks.close()
 
     async def run(
-        self, user: str, function: Callable[..., T], *arguments: Any, reads: str = ""
+        self, user: str, function: Callable[..., T], *arguments: Any, session: str = ""
     ) -> T:
         """Call a function of a user's files, under the user's lock, in a thread.
 
-        On the event loop where all that it reads is kept as it is on the disk: with 64
-        turns at once, a thread costs 20 ms more.
-
-        Args:
-            user: The name of the user's folder.
-            reads: The one file that it reads beside memory.json, if it writes none.
+        On the event loop where it begins a turn of a `session` and has nothing to read:
+        with 64 turns at once, a thread costs 20 ms more. `user` names the user's folder.
         """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
-        read = files.folder / "memory.json", files.folder / reads
         try:
             async with self.locks.held(user):
-                if reads and all(map(self.cache.is_fresh, read)):
+                if session and files.are_cached(session):
                     return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
@@ -1704,7 +1712,8 @@ class Memory:
             copies = {**state.facts}, {**state.learned}, [*state.history]
             store = FactStore(self.mem0, State(state.name, state.id, *copies))
             result = function(store, waiting)
-            files.write(store.state)
+            if store.state != state:
+                files.write(store.state)
             return result
 
         result = await self.run(user, work)
@@ -1726,17 +1735,16 @@ class Memory:
         user = folder_name(name)
         try:
             async with self.locks.held(f"{user}/{session_id}"):
-                begin, file = UserFiles.begin, f"{session_id}.json"
-                begun = await self.run(user, begin, name, session_id, reads=file)
+                begin = UserFiles.begin, name, session_id
+                begun = await self.run(user, *begin, session=session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
-            self.learner.schedule(user, turn=True)
+            self.learner.schedule(user)
 
     async def search(
         self, user: str, query: str, k: int
     ) -> tuple[list[Row], list[str]]:
         """Return at most k facts that bear on a query, best first, and what was degraded."""
-        self.learner.schedule(user)  # some facts may have lost their vectors
         [vector] = await self.embedder.vectors([query])
         search = IndexedFiles.search_facts
         found = await self.run(user, search, query, vector, max(k, RERANKED))
@@ -1773,11 +1781,7 @@ class Memory:
         self, user_id: str, function: Callable[..., T], *arguments: Any
     ) -> T:
         """Call a function of a user's files, under the user's lock; NotFound, OSError: as it does."""
-        user = folder_name(normal_name(user_id))
-        try:
-            return await self.run(user, function, *arguments)
-        finally:
-            self.learner.schedule(user)  # it may have found damage
+        return await self.run(folder_name(normal_name(user_id)), function, *arguments)
 
 
 # --- Learning ---
@@ -1815,13 +1819,12 @@ class Learner:
         for user in found:
             self.schedule(user)
 
-    def schedule(self, user: str, turn: bool = False) -> None:
-        """Look at what is to be done for a user: after a turn soon, else after a pause."""
+    def schedule(self, user: str) -> None:
+        """Look soon at what is to be done for a user."""
         if user not in self.due:
-            self.due[user], turn = asyncio.Event(), True
+            self.due[user] = asyncio.Event()
             self.tasks[user] = asyncio.create_task(self.work_for(user))
-        if turn:
-            self.due[user].set()
+        self.due[user].set()
 
     async def work_for(self, user: str) -> None:
         """Do one thing after the other for a user, until nothing is left."""
@@ -1848,7 +1851,6 @@ class Learner:
             except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
                 pause = math.inf
-            self.memory.cache.trim()
         del self.due[user], self.tasks[user]
 
     async def do_next(
@@ -1860,32 +1862,35 @@ class Learner:
         """
         async with self.at_work:
             learned = await self.learn(user, troubles)
-        whole = await self.embed_missing(user, FACTS)
+        _, failed = await self.embed_missing(user, FACTS)
         if learned:
             self.due[user].set()
-            return 0.0
-        if not quiet:
+        if learned or not quiet:
             return QUIET
-        if not (await self.embed_missing(user, MESSAGES) and whole):
+        made, also_failed = await self.embed_missing(user, MESSAGES)
+        if failed or also_failed:
             raise NoAnswer("no embeddings")
-        return math.inf
+        return 0.0 if made else math.inf  # there may be more of them
 
-    async def embed_missing(self, user: str, file: str) -> bool:
-        """Make and write the vectors that a file lacks; tell whether none failed."""
+    async def embed_missing(
+        self, user: str, file: str, most: int = 256
+    ) -> tuple[int, int]:
+        """Make and write vectors that a file lacks; return how many, and how many failed."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
-        made: dict[int, np.ndarray] = {}
-        for n in range(0, len(missing), 32):  # some servers take no more
-            batch = dict([*missing.items()][n : n + 32])
-            asked = [entry.text for entry in batch.values()]
-            found = zip(batch, await embedder.vectors(asked, query=False), strict=True)
-            new = {id: vector for id, vector in found if vector is not None}
+        asked, made = [*missing.items()][-most:], dict[int, np.ndarray]()
+        for n in range(0, len(asked), 32):  # some servers take no more
+            batch = asked[n : n + 32]
+            texts = [entry.text for _, entry in batch]
+            vectors = await embedder.vectors(texts, query=False)
+            pairs = zip(batch, vectors, strict=True)
+            new = {id: vector for (id, _), vector in pairs if vector is not None}
             made |= new
             if not new:  # the endpoint is away
                 break
         if made:
             await run(user, IndexedFiles.save_vectors, file, made)
-        return len(made) == len(missing)
+        return len(made), len(asked) - len(made)
 
     async def learn(self, user: str, troubles: defaultdict[str, Trouble]) -> bool:
         """Learn the first turns that wait; tell whether there were any. Raises NoAnswer."""
@@ -1894,15 +1899,10 @@ class Learner:
         if not waiting:
             del self.pending[user]
             return False
-        batch, degraded = waiting[:BATCH_TURNS], self.memory.degraded
+        batch = first_batch(waiting, troubles, self.context_tokens)
+        degraded = self.memory.degraded
         each = [troubles[turn.key] for turn in batch]
-        if any(trouble.smaller or trouble.bad_answers > 1 for trouble in each):
-            batch = batch[:1]
-        said = [turn.row["query"] + turn.row["response"][:1000] for turn in batch]
-        room = learning_prompt(self.context_tokens, 0)[1] * 3 // 4  # the rest: facts
-        while len(said) > 1 and prompt_tokens([message("user", said)]) > room:
-            said = said[: len(said) // 2]
-        batch, first, operations = batch[: len(said)], each[0], list[Operation]()
+        first, operations = each[0], list[Operation]()
         try:
             if first.bad_answers < 3:
                 operations = await self.propose(user, state, batch, first.smaller)
@@ -1910,7 +1910,7 @@ class Learner:
                 degraded.note("learning", failed=False)
         except BadAnswer as error:
             log.warning("bad answer while learning: %s", error)
-            for trouble in each[: len(batch)]:
+            for trouble in each:
                 trouble.bad_answers += 1
             return True
         except NoAnswer as error:
@@ -1949,7 +1949,7 @@ class Learner:
         texts, rows = [fact["text"] for fact in shown], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
         asked = await in_thread(learning_request, texts, rows, sizes)
-        answer = await self.ask([*messages, asked], form)
+        answer = await ask(self.complete, [*messages, asked], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
@@ -1986,15 +1986,6 @@ class Learner:
 
         return await self.memory.run(user, search)
 
-    async def ask(self, messages: list[Message], form: Row) -> str:
-        """Return the model's answer; NoAnswer: there is none."""
-        try:
-            return await self.complete(messages, form)
-        except NoAnswer:
-            raise
-        except Exception as error:  # whatever kept the endpoint from answering
-            raise NoAnswer(repr(error)) from error
-
     async def commit(
         self, user: str, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
@@ -2029,19 +2020,46 @@ class Learner:
         prompt = [message("system", SUMMARY_PROMPT), message("user", asked)]
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
-            answer = parse_answer(await self.ask(prompt, form), "summary", str)
+            text = await ask(self.complete, prompt, form)
+            answer = parse_answer(text, "summary", str)
         except (BadAnswer, NoAnswer):  # verbatim till later
             log.warning("no summary", exc_info=True)
             return
 
         def write_summary(files: UserFiles) -> None:
-            now = files.transcript(session_id)
-            if now.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
-                new = replace(now, summary=cut(summary, 8000), turn=old[-1]["turn"])
+            newest = files.transcript(session_id)
+            if newest.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
+                last = old[-1]["turn"]
+                new = replace(newest, summary=cut(summary, 8000), turn=last)
                 files.cache.write(files.path(session_id), Transcript, new.dump())
 
         if summary := answer.strip():
             await run(user, write_summary)
+
+
+def first_batch(
+    waiting: list[Unlearned], troubles: dict[str, Trouble], context_tokens: int
+) -> list[Unlearned]:
+    """Return the first turns to learn together; what has failed goes alone."""
+    batch = waiting[:BATCH_TURNS]
+    each = [troubles[turn.key] for turn in batch]
+    if any(trouble.smaller or trouble.bad_answers > 1 for trouble in each):
+        return batch[:1]
+    said = [turn.row["query"] + turn.row["response"][:1000] for turn in batch]
+    room = learning_prompt(context_tokens, 0)[1] * 3 // 4  # the rest is for facts
+    while len(said) > 1 and prompt_tokens([message("user", said)]) > room:
+        said = said[: len(said) // 2]
+    return batch[: len(said)]
+
+
+async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
+    """Return the model's answer; NoAnswer: there is none."""
+    try:
+        return await complete(messages, form)
+    except NoAnswer:
+        raise
+    except Exception as error:  # whatever kept the endpoint from answering
+        raise NoAnswer(repr(error)) from error
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -2101,7 +2119,7 @@ class Turn:
         shown = {*history} or {row["query"] for row in self.turns}
         said = [turn.row["query"] for turn in reversed(self.unlearned)]
         new = [text for text in said if text and text not in shown]
-        return [one_line(redact(text[:1000]))[:200] for text in new]
+        return [one_line(redact(text[:1000]))[:200] for text in new[:20]]
 
     async def save(
         self,
@@ -2162,9 +2180,9 @@ class Turn:
         )
         rows = earlier + [waiting.row for waiting in self.unlearned]
         said = [row["query"] for row in rows] + [self.message]
-        words = key_words("\n".join(QUOTED.sub("", text) for text in said))
 
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
+            words = key_words("\n".join(QUOTED.sub("", text) for text in said))
             verdicts, facts = [], store.state.facts
             for item in map(one_line, items[:20]):
                 own = key_words(item)
@@ -2220,7 +2238,8 @@ class Turn:
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
-        await self.memory.learner.embed_missing(self.user, MESSAGES)
+        # What was said just now has no vectors yet.
+        await self.memory.learner.embed_missing(self.user, MESSAGES, most=64)
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         found = await self.memory.run(self.user, *arguments)

@@ -1893,6 +1893,7 @@ def test_lost_vectors_are_made_again(start, model, monkeypatch, cut, name):
     model.embedded.clear()
     with start(EMBEDDING_MODEL=name) as chat:
         assert chat.facts(query="Cairo 2002")[0] == PLACES[1]
+        chat.ask("Hi!")
         wait_for(lambda: set(PLACES) <= set(flat(model.embedded)))
         wait_for(lambda: file.exists() and file.read_bytes() != lost)
     model.embedded.clear()
@@ -3422,7 +3423,7 @@ def test_a_name_has_one_form_and_one_folder_that_is_safe_on_any_disk(one, two):
 
 
 def test_users_beyond_the_bound_are_closed_and_opened_again(start, model, monkeypatch):
-    monkeypatch.setattr(memory, "CACHE_BYTES", 8000)
+    monkeypatch.setattr(memory, "CACHE_BYTES", 12_000)
     monkeypatch.setattr(memory, "QUIET", 0.1)
     with start() as chat:
         known, opened = chat.service.memory.cache.kept, len(os.listdir("/proc/self/fd"))

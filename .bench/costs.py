@@ -87,7 +87,7 @@ async def know(service: memory.Memory, name: str, count: int) -> str:
         facts[fact["id"]] = fact
     await learned(service)
     await service.change(name, lambda store, _: store.state.facts.update(facts))
-    assert await service.learner.embed_missing(name, memory.FACTS)
+    assert await service.learner.embed_missing(name, memory.FACTS, most=count)
     return name
 
 
@@ -116,7 +116,7 @@ async def search_cost(
         [vector] = await embed([query])
         vector /= np.linalg.norm(vector)
         if change:  # what a new fact makes anew, less its embedding
-            service.cache.kept.pop(service.folder / user / "index", None)
+            service.cache.get(service.folder / user, "forgotten")
         begun = time.process_time()
         await service.run(user, memory.IndexedFiles.search_facts, query, vector, 8)
         spent.append(1000 * (time.process_time() - begun))

@@ -79,7 +79,7 @@ class Service:
         from memory import MESSAGES, IndexedFiles
 
         for user in {user for user, _ in self.sessions}:
-            await self.memory.learner.embed_missing(user, MESSAGES)
+            await self.memory.learner.embed_missing(user, MESSAGES, most=10_000)
             index = await self.memory.run(user, IndexedFiles.index, MESSAGES)
             self.indexes[user] = index
 
