@@ -290,11 +290,11 @@ class FileCache:
     def get(self, path: Path, stamp: Any) -> Any:
         """Return what is kept with this stamp; None: nothing is, or no longer."""
         with self.lock:
-            kept = self.kept.pop(path, (None, 0, None))
-            if kept[0] == stamp:
+            kept = self.kept.pop(path, None)
+            if kept and kept[0] == stamp:
                 self.kept[path] = kept
                 return kept[2]
-            self.size -= kept[1]
+            self.size -= kept[1] if kept else 0
         return None
 
     def keep(self, path: Path, stamp: Any, size: int, value: T) -> T:
