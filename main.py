@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,8 +78,8 @@ class Settings(memory.Settings):
         zero = value == 0 and info.field_name in MAY_BE_ZERO
         if isinstance(value, int | float) and not (zero or 0 < value < float("inf")):
             raise ValueError("must be positive")
-        if getattr(value, "password", None):  # of a URL; it would stand in the log
-            raise ValueError("must be a URL without password")
+        if isinstance(value, HttpUrl) and (value.username or value.query):
+            raise ValueError("must be http://host/… or https://…, without password")
         if str(info.field_name).endswith("_key") and value:
             value = value.strip()
             if not (value and value.isprintable()):
@@ -88,11 +88,11 @@ class Settings(memory.Settings):
 
 
 try:
-    environment = {name.lower(): text for name, text in os.environ.items() if text}
-    settings = pydantic.TypeAdapter(Settings).validate_python(environment)
+    given: Json = {f.name: os.environ.get(f.name.upper()) for f in fields(Settings)}
+    settings = Settings(**{name: text for name, text in given.items() if text})
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
-    wrong = error.errors()[0]
+    wrong = error.errors()[-1]  # of CHAT_EXTRA_BODY, which may be one of two, the JSON
     rule = wrong["msg"].removeprefix("Value error, ")
     raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {rule}") from None
 except (OSError, ValueError) as error:
@@ -211,7 +211,7 @@ class EventStream(StreamingResponse):
     def __init__(self, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
-        self.unsent, self.ready = b"", asyncio.Event()  # set: there is something new
+        self.unsent, self.ready = bytearray(), asyncio.Event()  # set: there is news
 
     def emit(self, type: str, **fields: Any) -> None:
         """Put an event behind those that wait; nothing follows `done` or `error`."""
@@ -245,7 +245,8 @@ class EventStream(StreamingResponse):
                 self.emit("ping")
                 continue
             self.ready.clear()
-            body, self.unsent, more = self.unsent, b"", not self.ended
+            body, more = bytes(self.unsent), not self.ended
+            self.unsent.clear()
             async with asyncio.timeout(READ_TIMEOUT):
                 if not self.started:  # the first event decides on the status
                     self.started = True
@@ -402,13 +403,14 @@ class AgentRun:
                 hints.degraded.append("memory")
             failed = "memory" in hints.degraded
             self.service.memory.degraded.note("memory", failed)
-        if "tools" not in self.request.options:  # of the client
+        if "tools" not in self.request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
             self.prompt["tools"] = [tools.schema(function) for function in offered]
-        messages = around_history(history, hints.block() if turn else "")
-        if turn and not history:
-            limit = self.service.chat.context * 3 // 4
-            limit -= memory.count_tokens(json.dumps(self.prompt))
+        if not turn or history:
+            messages = around_history(history, hints.block() if turn else "")
+        else:
+            limit = await self.service.chat.context() * 3 // 4
+            limit -= memory.count_tokens(json.dumps(self.prompt))  # of the tools
             parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
             try:
                 messages, hints = memory.fit_context(*parts, settings.history_turns)
@@ -425,29 +427,29 @@ class AgentRun:
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
         done = self.done
-        if "tools" in self.request.options:  # a client's own: what is called goes to it
+        if "tools" in self.request.options:  # calls of a client's own are not run here
             if calls := await self.ask(None):
                 done["tool_calls"] = calls
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
-        while True:
-            rounds = done["rounds"] + 1
+        for rounds in range(1, settings.max_rounds + 1):
             repeated = max(self.seen.values(), default=0) > 2
             capped = repeated or rounds == settings.max_rounds
-            choice = "none" if capped else choice
-            calls, text = await self.ask(choice), done["response"]
-            # Silence is an answer where nothing was done before.
-            silent = NO_ANSWER.fullmatch(text) and (text or rounds > 1)
-            if calls:
+            if capped:
+                choice = "none"
+            if calls := await self.ask(choice):
                 await self.run_calls(calls)
                 choice = None
-            elif silent and choice != "none":
+                continue
+            text = done["response"]
+            # An empty first reply is an answer; after tools it is not.
+            silent = bool(NO_ANSWER.fullmatch(text)) and (text != "" or rounds > 1)
+            if silent:
                 self.take_back()
-                choice = "none"
-            else:
+            if choice == "none" or not silent:
                 break
+            choice = "none"
         if silent:
-            self.take_back()
             good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
             self.say("token", good[-1] if good else SORRY)
         if capped and done["finish_reason"] == "stop" and rounds > 1:
@@ -463,7 +465,7 @@ class AgentRun:
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
-        reply = ReplyParser(self.say, max_bytes=4 * chat.context)
+        reply = ReplyParser(self.say, max_bytes=4 * await chat.context())
         await chat.ask("chat/completions", request, self.request.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
@@ -552,8 +554,9 @@ class AgentRun:
 def text_of(message: Message) -> str:
     """Return the text of a message, whose content may come in parts."""
     content = message.get("content") or ""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    return "\n".join(str(part["text"]) for part in parts if part.get("text"))
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(str(part["text"]) for part in content if part.get("text"))
 
 
 def around_history(history: list[Message], block: str) -> list[Message]:
@@ -561,7 +564,7 @@ def around_history(history: list[Message], block: str) -> list[Message]:
     roles = ("system", "developer")
     own = [text_of(said) for said in history if said["role"] in roles]
     prompt = [said for said in history if said["role"] not in roles]
-    if block and history:
+    if block:
         asked = [said for said in prompt if said["role"] == "user"][-1]
         content, text = asked.get("content") or "", f"{block}\n\n"
         parts = [{"type": "text", "text": text}, *content]
@@ -603,8 +606,8 @@ class ReplyParser:
         except Exception:
             if not self.finish_reason:  # else nothing is missing
                 raise
-        if not self.finish_reason:
-            raise Failure("upstream_unavailable", "the answer broke off")
+        if not self.finish_reason:  # but it was there
+            raise RejectedRequest("upstream_unavailable", "the answer broke off")
         self.say("thinking" if self.thinking else "token", self.held)
 
     def feed(self, chunk: Json) -> None:
@@ -617,7 +620,8 @@ class ReplyParser:
         text = text_of(delta) or delta.get("refusal") or ""
         self.room -= len((thought + text).encode())
         self.say("thinking", thought)
-        self.add_text(text)
+        if text:
+            self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
         self.began |= bool(thought or text or self.calls)
@@ -730,22 +734,27 @@ class Endpoint:
         )
         self.sizes: Json = {}  # the models there → max_model_len
         self.unsupported: dict[str, float] = {}  # part of a request → until when
-        # Of the last request; None: it was answered
+        # Why it counts as unreachable; None: it does not
         self.failure: Failure | None = Failure("upstream_unavailable", "not asked yet")
         self.looking = asyncio.Lock()
         self.looked = -float("inf")  # when last, in seconds
 
     async def ask(
-        self, path: str, body: Json, given: Json | None = None, reply: Any = None
+        self,
+        path: str,
+        body: Json,
+        given: Json | None = None,
+        reply: Any = None,
+        patience: int = 1,
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Without a body it is a GET; `given` is a client's own part of the body. Nobody
-        waits for a JSON, so it may take five times UPSTREAM_TIMEOUT.
+        Without a body it is a GET; `given` is a client's own part of the body. It may be
+        silent for `patience` times UPSTREAM_TIMEOUT.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
-        silence = settings.upstream_timeout * (1 if reply else 5)
+        silence = settings.upstream_timeout * patience
         for last in (False, True):
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
@@ -785,11 +794,14 @@ class Endpoint:
         if response.status < 300:
             return response
         failure = refusal(response.status, await response.text(errors="replace"))
-        named = [p for p, names in PARTS.items() if re.search(names, failure.said)]
+        if failure.code != "upstream_rejected":
+            raise failure
+        said = failure.said.lower()
+        named = [part for part, names in PARTS.items() if re.search(names, said)]
         helpful = [part for part in named if without(body, part) != body]
         if named:
             failure.detail += f" It speaks of {named[0]}."
-        if not helpful or failure.code != "upstream_rejected":
+        if not helpful:
             raise failure
         response = await self.send(path, without(body, helpful[0]), given, silence)
         if not given:
@@ -806,23 +818,28 @@ class Endpoint:
         async with self.looking:
             if self.looked > asked - max_age:
                 return
+            before = self.failure
             try:
                 found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
                 self.sizes = {m["id"]: m.get("max_model_len") for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
             except Failure as error:
-                self.failure = error
+                # Some have no list of models, and work.
+                no_list = self.configured and error.said[:3] in ("404", "405")
+                self.failure = before if no_list else error
             except BROKEN as error:
                 self.failure = Failure("upstream_unavailable", repr(error))
             self.looked = time.monotonic()
 
-    @property
-    def context(self) -> int:  # tokens
+    async def context(self) -> int:
+        """Return the size of the model's context in tokens."""
+        if not (settings.context_tokens or self.sizes):
+            await self.look(LOOK_AFTER)
         return settings.context_tokens or self.sizes.get(self.model) or 8192
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
-        if not (self.sizes and self.model and (self.configured or not self.failure)):
+        if not (self.configured or self.model and not self.failure):
             # After a failure too: another one may be served by now.
             await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:
@@ -832,16 +849,15 @@ class Endpoint:
 
 def refusal(status: int, said: str) -> Failure:
     """Return as a Failure what an endpoint answers with a status that is an error."""
-    said, code = said[:8000].lower(), "upstream_unavailable"
+    said, code = f"{status} {said[:8000]}", "upstream_unavailable"
     if status == 408:
         code = "upstream_timeout"
     elif 400 <= status < 500 and status != 429:
         code = "upstream_rejected"
     if status not in (400, 413, 422):
         return Failure(code, said)
-    return RejectedRequest(
-        "context_too_long" if re.search(TOO_LONG, said) else code, said
-    )
+    too_long = re.search(TOO_LONG, said.lower())
+    return RejectedRequest("context_too_long" if too_long else code, said)
 
 
 TOO_LONG = (
@@ -931,17 +947,19 @@ class Service:
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
         model = await self.chat.discover()
-        self.memory.learner.context_tokens = self.chat.context
+        context = await self.chat.context()
+        self.memory.learner.context_tokens = context
         request = {
             "model": settings.memory_model or model,
             "messages": messages,
             "temperature": 0,
-            "max_tokens": min(1500, self.chat.context // 4),
+            "max_tokens": min(1500, context // 4),
             "response_format": {"type": "json_schema", "json_schema": schema},
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        found = await self.chat.ask("chat/completions", request)
+        # Patiently: nobody waits for it.
+        found = await self.chat.ask("chat/completions", request, patience=5)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -993,8 +1011,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.memory.embedder.model = embedder.model
     else:
         start_log.warning(NO_EMBEDDINGS)
-    service.memory.learner.context_tokens = service.chat.context
-    if service.chat.context < 2048:
+    service.memory.learner.context_tokens = await service.chat.context()
+    if service.memory.learner.context_tokens < 2048:
         start_log.error("Nothing can be learned in a context below 2048 tokens.")
     await service.memory.open()
     yield

@@ -960,7 +960,7 @@ def test_a_failing_endpoint_has_its_code(start, model, reply, tries, status, cod
         _, error = chat.ask("I like tea.")
         assert (error["type"], error["code"]) == ("error", code)
         # A request that is wrong itself says nothing of the endpoint.
-        fine = reply[:1] == (400,)
+        fine = reply == [] or reply[0] == 400
         assert (chat.health()["model"] == "unreachable") != fine
         told = [error["message"]]
         for way in WAYS:
