@@ -67,9 +67,9 @@ MAX_FACT_CHARS = 160
 BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 facts in 8
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
 BACK_OFF = 1.0  # seconds that a user waits after a failure, doubled up to 60
-PATIENCE = 5.0  # seconds for vectors that nobody waits for
+PATIENCE = 5.0  # seconds for vectors that no first token waits for
 QUIET = 20.0  # seconds without a turn, after which past turns get vectors
-CACHE_BYTES = 16 << 20  # of all users' files, kept in memory
+CACHE_BYTES = 16 << 20  # of all users' files and indexes, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
 
 log = logging.getLogger("memory")
@@ -1798,8 +1798,8 @@ class Trouble:
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
 
-    At most `learn_concurrency` users are learned from at once. Pauses and embeddings are
-    waited for outside of that, so that no user, and no failing endpoint, holds up others.
+    At most `learn_concurrency` users are learned from at once. Pauses, and embeddings of
+    what is stored, are waited for outside of that: no user holds up others.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
