@@ -1774,6 +1774,7 @@ class Memory:
                 state = await self.user_data(user_id, UserFiles.load)
                 return scored(state.facts.values())
             user = folder_name(normal_name(user_id))
+            await self.learner.embed_missing(user, FACTS)
             return (await self.search(user, query, k))[0]
         return []
 
@@ -1861,11 +1862,15 @@ class Learner:
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
         """
         async with self.at_work:
-            learned = await self.learn(user, troubles)
-        _, failed = await self.embed_missing(user, FACTS)
-        if learned:
+            state = await self.learn(user, troubles)
+        if state is None:
             self.due[user].set()
-        if learned or not quiet:
+            return QUIET
+        facts, failed = [*state.facts.values()], 0
+        searched = within_budget(facts, self.memory.settings.hint_tokens) != facts
+        if searched or quiet:  # else they all stand in the hints
+            _, failed = await self.embed_missing(user, FACTS)
+        if not quiet:
             return QUIET
         made, also_failed = await self.embed_missing(user, MESSAGES)
         if failed or also_failed:
@@ -1892,13 +1897,15 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made), len(asked) - len(made)
 
-    async def learn(self, user: str, troubles: defaultdict[str, Trouble]) -> bool:
-        """Learn the first turns that wait; tell whether there were any. Raises NoAnswer."""
+    async def learn(
+        self, user: str, troubles: defaultdict[str, Trouble]
+    ) -> State | None:
+        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
-            return False
+            return state
         batch = first_batch(waiting, troubles, self.context_tokens)
         degraded = self.memory.degraded
         each = [troubles[turn.key] for turn in batch]
@@ -1912,7 +1919,7 @@ class Learner:
             log.warning("bad answer while learning: %s", error)
             for trouble in each:
                 trouble.bad_answers += 1
-            return True
+            return None
         except NoAnswer as error:
             new = "learning" not in degraded  # each waiting user tries again
             log.warning("no answer while learning: %r", error, exc_info=new)
@@ -1920,7 +1927,7 @@ class Learner:
             refused = isinstance(error, RequestRefused)
             if refused and first.smaller < 2:
                 first.smaller += 1
-                return True
+                return None
             if refused and self.totals["learned"]:
                 first.bad_answers += 1  # others are answered: it is this turn
             raise
@@ -1928,7 +1935,7 @@ class Learner:
         if first.bad_answers >= 3:  # it was not asked about again
             log.error("a turn gave three bad answers and counts as learned")
             self.totals["given up"] += 1
-        return True
+        return None
 
     async def propose(
         self, user: str, state: State, batch: list[Unlearned], smaller: int
@@ -1976,6 +1983,7 @@ class Learner:
         self, user: str, batch: list[Unlearned], k: int, by_words: bool = True
     ) -> list[list[Row]]:
         """Return for each turn the k facts nearest to its query, by meaning and words."""
+        await self.embed_missing(user, FACTS)
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.memory.embedder.vectors(queries)
         words = queries if by_words else [""] * len(queries)

@@ -154,7 +154,8 @@ async def our_life(folder: Path, life: str, seed: int) -> None:
             await asyncio.sleep(random.uniform(0.01, 0.05))
             for user in {user for user, _ in SESSIONS if (folder / user).exists()}:
                 with suppress(memory.NotFound):
-                    await service.learner.embed_missing(user, memory.MESSAGES)
+                    for file in (memory.FACTS, memory.MESSAGES):
+                        await service.learner.embed_missing(user, file)
 
     talks = (talk(n, *place) for n, place in enumerate(SESSIONS))
     await asyncio.gather(*talks, save_indexes())
