@@ -1866,16 +1866,16 @@ class Learner:
         if state is None:
             self.due[user].set()
             return QUIET
-        facts, failed = [*state.facts.values()], 0
+        facts, done = [*state.facts.values()], (0, 0)
         searched = within_budget(facts, self.memory.settings.hint_tokens) != facts
         if searched or quiet:  # else they all stand in the hints
-            _, failed = await self.embed_missing(user, FACTS)
+            done = await self.embed_missing(user, FACTS)
         if not quiet:
             return QUIET
-        made, also_failed = await self.embed_missing(user, MESSAGES)
-        if failed or also_failed:
+        made, failed = zip(done, await self.embed_missing(user, MESSAGES))
+        if any(failed):
             raise NoAnswer("no embeddings")
-        return 0.0 if made else math.inf  # there may be more of them
+        return 0.0 if any(made) else math.inf  # 0: there may be more of them
 
     async def embed_missing(
         self, user: str, file: str, most: int = 256
