@@ -113,7 +113,7 @@ start_log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app
 # --- What goes over the wire ---
 
 UserName = Annotated[str, AfterValidator(memory.normal_name)]
-Said = pydantic.AliasChoices("message", "query")
+MessageNames = pydantic.AliasChoices("message", "query")
 
 
 class ChatRequest(BaseModel, extra="forbid"):
@@ -121,7 +121,7 @@ class ChatRequest(BaseModel, extra="forbid"):
 
     user_id: UserName
     session_id: uuid.UUID
-    message: str = Field(min_length=1, max_length=32_000, validation_alias=Said)
+    message: str = Field(min_length=1, max_length=32_000, validation_alias=MessageNames)
     reasoning_mode: bool | None = Field(False, strict=True)
 
 
@@ -178,15 +178,15 @@ FAILURES = {  # code: the status where no stream has begun, what a client is tol
 
 
 class Failure(HTTPException):
-    """A turn that cannot go on; `said` is for the log."""
+    """A turn that cannot go on; `cause` is for the log."""
 
-    def __init__(self, code: str, said: str = "", detail: str = ""):
+    def __init__(self, code: str, cause: str = "", detail: str = ""):
         status, usual = FAILURES[code]
         super().__init__(status, detail or usual)
-        self.code, self.said = code, said
+        self.code, self.cause = code, cause
 
     def __repr__(self) -> str:
-        return f"{self.code}: {self.detail} {self.said[:300]}"
+        return f"{self.code}: {self.detail} {self.cause[:300]}"
 
 
 class RejectedRequest(Failure, memory.RequestRefused):
@@ -286,20 +286,22 @@ class OpenAIStream(EventStream):
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
-        said: Json = {"tool_calls": calls} if calls else {}
+        message: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
-            said["content"] = done["response"] or None
-            return self.encode_choice(said, reason, done["usage"])
+            message["content"] = done["response"] or None
+            return self.encode_choice(message, reason, done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
-        last = self.encode_choice(said, reason)
+        last = self.encode_choice(message, reason)
         if self.usage:
             last += self.encode_result({"choices": [], "usage": done["usage"]})
         return last + b"data: [DONE]\n\n"
 
-    def encode_choice(self, said: Json, reason: Any = None, usage: Any = None) -> bytes:
+    def encode_choice(
+        self, message: Json, reason: Any = None, usage: Any = None
+    ) -> bytes:
         part = "delta" if self.stream else "message"
-        choice = {"index": 0, part: self.first | said, "finish_reason": reason}
+        choice = {"index": 0, part: self.first | message, "finish_reason": reason}
         self.first = {}
         return self.encode_result({"choices": [choice], "usage": usage})
 
@@ -360,10 +362,12 @@ class AgentRun:
                 await self.run_saved(turn)
             self.events.emit("done", **self.done)
         except (Failure, NotFound, OSError) as error:
-            log.warning("a turn failed: %r", error)
+            log.warning("a turn of session %r failed: %r", self.request.session, error)
             failure = error if isinstance(error, Failure) else Failure("storage_failed")
         except Exception:
-            log.exception("a turn failed by our fault")
+            log.exception(
+                "a turn of session %r failed by our fault", self.request.session
+            )
             failure = Failure("internal")
         finally:  # also where it was cancelled; behind `done` nothing is emitted
             self.events.emit("error", code=failure.code, message=failure.detail)
@@ -518,8 +522,8 @@ class AgentRun:
         self.take_back()
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
-        said = {"role": "assistant", "content": text or None, "tool_calls": calls}
-        messages.append(said)
+        reply = {"role": "assistant", "content": text or None, "tool_calls": calls}
+        messages.append(reply)
         for call, result in zip(calls, results):
             answer = {"role": "tool", "content": result["content"]}
             messages.append(answer | {"tool_call_id": call["id"]})
@@ -563,14 +567,14 @@ def text_of(message: Message) -> str:
 def around_history(history: list[Message], block: str) -> list[Message]:
     """Return a client's messages with one system message, ours and theirs, and the hints."""
     roles = ("system", "developer")
-    own = [text_of(said) for said in history if said["role"] in roles]
-    prompt = [said for said in history if said["role"] not in roles]
+    own = [text_of(message) for message in history if message["role"] in roles]
+    rest = [message for message in history if message["role"] not in roles]
     if block:
-        asked = [said for said in prompt if said["role"] == "user"][-1]
-        content, text = asked.get("content") or "", f"{block}\n\n"
+        last = [message for message in rest if message["role"] == "user"][-1]
+        content, text = last.get("content") or "", f"{block}\n\n"
         parts = [{"type": "text", "text": text}, *content]
-        asked["content"] = text + content if isinstance(content, str) else parts
-    return [memory.message("system", "\n\n".join([SYSTEM, *own])), *prompt]
+        last["content"] = text + content if isinstance(content, str) else parts
+    return [memory.message("system", "\n\n".join([SYSTEM, *own])), *rest]
 
 
 HALF_TAG = re.compile(r"<(/t?h?i?n?k?)?$")  # of </think>
@@ -797,8 +801,8 @@ class Endpoint:
         failure = refusal(response.status, await response.text(errors="replace"))
         if failure.code != "upstream_rejected":
             raise failure
-        said = failure.said.lower()
-        named = [part for part, names in PARTS.items() if re.search(names, said)]
+        cause = failure.cause.lower()
+        named = [part for part, names in PARTS.items() if re.search(names, cause)]
         helpful = [part for part in named if without(body, part) != body]
         if named:
             failure.detail += f" It speaks of {named[0]}."
@@ -826,7 +830,7 @@ class Endpoint:
                 self.model = self.configured or next(iter(self.sizes), "")
             except Failure as error:
                 # Some have no list of models, and work.
-                no_list = self.configured and error.said[:3] in ("404", "405")
+                no_list = self.configured and error.cause[:3] in ("404", "405")
                 self.failure = before if no_list else error
             except BROKEN as error:
                 self.failure = Failure("upstream_unavailable", repr(error))
@@ -848,17 +852,17 @@ class Endpoint:
         return self.model
 
 
-def refusal(status: int, said: str) -> Failure:
+def refusal(status: int, text: str) -> Failure:
     """Return as a Failure what an endpoint answers with a status that is an error."""
-    said, code = f"{status} {said[:8000]}", "upstream_unavailable"
+    cause, code = f"{status} {text[:8000]}", "upstream_unavailable"
     if status == 408:
         code = "upstream_timeout"
     elif 400 <= status < 500 and status != 429:
         code = "upstream_rejected"
     if status not in (400, 413, 422):
-        return Failure(code, said)
-    too_long = re.search(TOO_LONG, said.lower())
-    return RejectedRequest("context_too_long" if too_long else code, said)
+        return Failure(code, cause)
+    too_long = re.search(TOO_LONG, cause.lower())
+    return RejectedRequest("context_too_long" if too_long else code, cause)
 
 
 TOO_LONG = (
@@ -1053,8 +1057,8 @@ def require_token(app: ASGIApp) -> ASGIApp:
             bearer = {"WWW-Authenticate": "Bearer"}
             error = HTTPException(401, "A valid token is needed.", bearer)
         if not settings.api_key and not is_own_host(request.headers.getlist("Host")):
-            said = "Not under this host name: set API_KEY, or use an IP address."
-            error = HTTPException(403, said)
+            detail = "Not under this host name: set API_KEY, or use an IP address."
+            error = HTTPException(403, detail)
         answer = await on_error(request, error) if error else app
         await answer(scope, receive, send)
 
@@ -1147,14 +1151,14 @@ async def completion_body(request: Request, body: CompletionRequest) -> Any:
 
 def agreeing_value(request: Request, given: Any, header: str) -> str:
     """Return what a field of the body or a header says; 400 where two disagree."""
-    said = [str(given or "")]
+    values = [str(given or "")]
     for value in request.headers.getlist(header):
         # What is no UTF-8 must not make two names one, as one sign for all of it would.
-        said.append(value.encode("latin-1").decode(errors="backslashreplace"))
-    values = {unicodedata.normalize("NFC", value.strip()) for value in said} - {""}
-    if len(values) > 1:
+        values.append(value.encode("latin-1").decode(errors="backslashreplace"))
+    names = {unicodedata.normalize("NFC", value.strip()) for value in values} - {""}
+    if len(names) > 1:
         raise HTTPException(400, f"{header} and the body, or two such, disagree.")
-    return "".join(values)
+    return "".join(names)
 
 
 def service() -> Service:
@@ -1208,9 +1212,9 @@ async def chat(body: ChatBody) -> Response:
 
 @app.post("/v1/chat/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
-    history = [said.model_dump(exclude_unset=True) for said in body.messages]
-    asked = [text_of(said) for said in history if said["role"] == "user"]
-    turn = TurnRequest("".join(asked[-1:]), body.user or "", history=history)
+    history = [message.model_dump(exclude_unset=True) for message in body.messages]
+    queries = [text_of(message) for message in history if message["role"] == "user"]
+    turn = TurnRequest("".join(queries[-1:]), body.user or "", history=history)
     turn.options = body.model_extra or {}
     if body.tools:
         turn.options["tools"] = body.tools
@@ -1220,8 +1224,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     named = agreeing_value(request, named, "X-Session-Id")
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
-    if turn.user and asked and on and body.store is not False:
-        about = f"{turn.user}\n{named or asked[0]}"
+    if turn.user and queries and on and body.store is not False:
+        about = f"{turn.user}\n{named or queries[0]}"
         turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
             turn.session = str(uuid.UUID(named))

@@ -196,8 +196,8 @@ def normal_name(name: str) -> str:
     # Not str.isprintable(): that refuses joined emoji.
     bad = re.search(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]", name)
     if bad or len(name) > 128 or not name.strip("."):
-        said = "a name has 1 to 128 characters, no slashes, control characters"
-        raise ValueError(f"{said} or surrogates, and not only dots")
+        rule = "a name has 1 to 128 characters, no slashes, control characters"
+        raise ValueError(f"{rule} or surrogates, and not only dots")
     return name
 
 
@@ -268,16 +268,17 @@ class FileCache:
 
     def load(self, path: Path, kind: type[Kind]) -> Kind:
         """Return what a file holds; an empty one: there is none, or it was damaged."""
-        found = stamp(path)
-        if found is None:
+        current = stamp(path)
+        if current is None:
             return kind()
-        value = self.get(path, found)
+        value = self.get(path, current)
         if value is not None:
             return value
+        size = current[1]
         for _ in range(2):  # what another machine writes may not be here whole at first
             with suppress(ValueError, LookupError, TypeError, AttributeError):
-                return self.keep(path, found, found[1], kind.parse(path.read_bytes()))
-        if found == stamp(path):  # it was not replaced meanwhile
+                return self.keep(path, current, size, kind.parse(path.read_bytes()))
+        if current == stamp(path):  # it was not replaced meanwhile
             set_aside(path)
         return self.load(path, kind)
 
@@ -446,11 +447,11 @@ def spaced(text: str) -> str:
 
 def pieces(words: list[str]) -> list[str]:
     """Return words, each once, or of Chinese and the like their pairs of letters."""
-    found: dict[str, None] = {}
+    once: dict[str, None] = {}
     for word in words:
         pairs = re.findall("(?=(..))", word) if UNSPACED.match(word) else []
-        found |= dict.fromkeys(pairs or [word])
-    return [*found]
+        once |= dict.fromkeys(pairs or [word])
+    return [*once]
 
 
 def query_terms(query: str) -> list[str]:
@@ -504,8 +505,8 @@ class Index:
         meaning, words = np.zeros((2, size))
         if vector is not None and self.spread and self.dense.d == len(vector):
             shifted = (vector - self.shift)[None]
-            [cosines], [found] = self.dense.search(shifted, self.dense.ntotal)
-            meaning[found] = (cosines - cosines.mean()) / self.spread
+            [cosines], [places] = self.dense.search(shifted, self.dense.ntotal)
+            meaning[places] = (cosines - cosines.mean()) / self.spread
         score = "1" if cut else BM25
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
         for term in terms:
@@ -796,35 +797,35 @@ class IndexedFiles(UserFiles):
         An id is 63 bits of a hash: another text, model or session has another vector.
         """
         if file == FACTS:
-            found = fact_entries(self.load().facts)
+            entries = fact_entries(self.load().facts)
         else:
             apart = UserFiles(self.folder)  # what all of it holds would fill the cache
-            each = ((id, apart.turns_after(id, 0)) for id in self.sessions())
-            found = [
-                entry for id, turns in each for entry in message_entries(id, turns)
-            ]
+            entries = []
+            for session_id in self.sessions():
+                turns = apart.turns_after(session_id, 0)
+                entries += message_entries(session_id, turns)
         ids = []
-        for entry in found:
+        for entry in entries:
             content = f"{self.model}\0{entry.session_id}\0{entry.text}".encode()
             digest = hashlib.blake2b(content, digest_size=8).digest()
             ids.append(int.from_bytes(digest, "big") >> 1)
-        return list(zip(ids, found, strict=True))
+        return list(zip(ids, entries, strict=True))
 
     def vectors(self, file: str) -> Vectors:
         return self.cache.load(self.folder / file, Vectors)
 
     def missing(self, file: str) -> dict[int, Entry]:
         """Return the entries without a vector, by its id."""
-        known = self.vectors(file)
-        return {id: entry for id, entry in self.entries(file) if id not in known}
+        vectors = self.vectors(file)
+        return {id: entry for id, entry in self.entries(file) if id not in vectors}
 
     def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
         """Add vectors to a file, and drop those whose entries are gone."""
-        known = self.vectors(file) | new
+        vectors = self.vectors(file) | new
         # Those of another size than the newest are of a model that had its name.
-        size = len(next(reversed(known.values()), ()))
+        size = len(next(reversed(vectors.values()), ()))
         ids = [id for id, _ in self.entries(file)]
-        kept = {id: known[id] for id in ids if len(known.get(id, ())) == size > 0}
+        kept = {id: vectors[id] for id in ids if len(vectors.get(id, ())) == size > 0}
         if kept:
             self.cache.write(self.folder / file, Vectors, Vectors(kept).dump())
         else:
@@ -832,8 +833,8 @@ class IndexedFiles(UserFiles):
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
-        found = [vectors.get(id) for id, _ in entries]
-        return Index([entry for _, entry in entries], found)
+        own = [vectors.get(id) for id, _ in entries]
+        return Index([entry for _, entry in entries], own)
 
     def search_facts(
         self, query: str, vector: np.ndarray | None, k: int, cut: bool = True
@@ -844,17 +845,17 @@ class IndexedFiles(UserFiles):
         made_of = *stamps, self.model
         index = self.cache.get(self.folder, made_of)
         if index is None:
-            size = sum(found[1] for found in stamps if found)
+            size = sum(of_file[1] for of_file in stamps if of_file)
             index = self.cache.keep(self.folder, made_of, size, self.index(FACTS))
-        found = index.search(query, vector, k, cut)
-        return [{**facts[entry.key], "score": score} for score, entry in found]
+        hits = index.search(query, vector, k, cut)
+        return [{**facts[entry.key], "score": score} for score, entry in hits]
 
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
-        found = self.index(MESSAGES).search(query, vector, 4 * k, cut=False)
-        places = dict.fromkeys((entry.session_id, entry.key) for _, entry in found)
+        hits = self.index(MESSAGES).search(query, vector, 4 * k, cut=False)
+        places = dict.fromkeys((entry.session_id, entry.key) for _, entry in hits)
         exchanges = []
         for session_id, number in [*places][:k]:
             turns = self.turns_after(session_id, number - 2)
@@ -871,11 +872,11 @@ def fact_entries(facts: dict[str, Fact]) -> list[Entry]:
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each between its neighbours."""
-    said = [(r, text) for r in turns for text in (r["query"], r["response"]) if text]
-    around = ["", *(text[:500] for _, text in said), ""]
+    texts = [(r, text) for r in turns for text in (r["query"], r["response"]) if text]
+    around = ["", *(text[:500] for _, text in texts), ""]
     return [
         Entry(session_id, row["turn"], text, before, after, long_date(row["ended_at"]))
-        for (row, text), before, after in zip(said, around, around[2:])
+        for (row, text), before, after in zip(texts, around, around[2:])
     ]
 
 
@@ -885,12 +886,12 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 def list_sessions(files: UserFiles) -> list[Row]:
     """Return the sessions, the latest first."""
     files.load()
-    found = []
+    sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
         ended = turns[-1]["ended_at"] if turns else None
-        found.append({"session_id": session_id, "turns": last, "updated_at": ended})
-    return sorted(found, key=lambda row: row["updated_at"] or "", reverse=True)
+        sessions.append({"session_id": session_id, "turns": last, "updated_at": ended})
+    return sorted(sessions, key=lambda row: row["updated_at"] or "", reverse=True)
 
 
 def read_session(files: UserFiles, session_id: str) -> tuple[str, list[TurnRow]]:
@@ -940,10 +941,10 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
 def fact_history(files: UserFiles, fact_id: str) -> list[HistoryRow]:
     """Return what happened to a fact, oldest first; NotFound: the user has none such."""
     state = files.load()
-    found = [row for row in state.history if row["memory_id"] == fact_id]
-    if not found and fact_id not in state.facts:
+    rows = [row for row in state.history if row["memory_id"] == fact_id]
+    if not rows and fact_id not in state.facts:
         raise NotFound("fact")
-    return found
+    return rows
 
 
 def texts(row: HistoryRow) -> set[str | None]:
@@ -985,13 +986,13 @@ class FactStore:
                 self.mem0.delete(id)
             return
         text, turn = operation["text"], operation["turn"]
-        known, seen = find_duplicate(facts, text), turn.row["ended_at"]
-        if known and known["id"] != id:
+        twin, seen = find_duplicate(facts, text), turn.row["ended_at"]
+        if twin and twin["id"] != id:
             # Not by Mem0: its metadata update would make a row of history.
-            often, seen = known["frequency"] + 1, max(seen, known["last_seen_at"])
-            facts[known["id"]] = {**known, "frequency": often, "last_seen_at": seen}
+            often, seen = twin["frequency"] + 1, max(seen, twin["last_seen_at"])
+            facts[twin["id"]] = {**twin, "frequency": often, "last_seen_at": seen}
             # Else a weak model took one known fact for another, and both stay.
-            if there and known["source"] == turn.key:  # its own tool has just added it
+            if there and twin["source"] == turn.key:  # its own tool has just added it
                 self.mem0.delete(id)
             return
         new = {name: operation[name] for name in ("kind", "importance")}
@@ -1057,8 +1058,8 @@ def open_mem0(folder: Path) -> Any:
 def scored(facts: Iterable[Fact]) -> list[Row]:
     """Return facts with what they are worth now, best first."""
     at = datetime.now(UTC)
-    found = [{**fact, "score": round(fact_score(fact, at), 4)} for fact in facts]
-    return sorted(found, key=lambda fact: -fact["score"])
+    rows = [{**fact, "score": round(fact_score(fact, at), 4)} for fact in facts]
+    return sorted(rows, key=lambda fact: -fact["score"])
 
 
 def fact_score(fact: Fact, at: datetime) -> float:
@@ -1123,10 +1124,10 @@ def admit(
     for operation in [one for one in proposed if isinstance(one, dict)]:
         evidence, id = operation.get("evidence"), operation.get("id")
         fact = facts.get(id) if isinstance(id, int) else None
-        said = [turn for turn in turns if is_said(evidence, turn.row["query"])]
-        if said:
-            near = nearest.get(said[-1].key)
-            finals += final_forms(operation, fact, said[-1], near)
+        sources = [turn for turn in turns if is_said(evidence, turn.row["query"])]
+        if sources:
+            near = nearest.get(sources[-1].key)
+            finals += final_forms(operation, fact, sources[-1], near)
     # The last turn counts. Within one, an update takes the place of a delete of the same
     # fact: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
     order = ["delete", "update", "add"]
@@ -1139,37 +1140,38 @@ def final_forms(
 ) -> list[Operation]:
     """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
     op, text = operation.get("op"), one_line(operation.get("text"))
-    said, known = key_words(turn.row["query"]), key_words(fact["text"] if fact else "")
-    if op == "delete" and fact and (said & known or fact["id"] == near):
+    query = key_words(turn.row["query"])
+    known = key_words(fact["text"] if fact else "")
+    if op == "delete" and fact and (query & known or fact["id"] == near):
         return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
         return []  # as for NaN, which is not >= 0.2
-    if not said & key_words(text) and letters(text) in letters(turn.row["response"]):
+    if not query & key_words(text) and letters(text) in letters(turn.row["response"]):
         return []  # the assistant's own words
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     texts = final_texts(text, turn.row["ended_at"])
     finals = [final | {"text": text} for text in texts]
     if op == "update":
-        new = said & known or key_words(" ".join(texts)) - known
+        new = query & known or key_words(" ".join(texts)) - known
         if not fact or not new or texts == [fact["text"]]:
             return []
-        if same_matter(" ".join(texts), fact["text"], said):
+        if same_matter(" ".join(texts), fact["text"], query):
             finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
 
-def same_matter(text: str, known: str, said: set[str]) -> bool:
+def same_matter(text: str, fact: str, query: set[str]) -> bool:
     """Tell whether a text may replace a fact: a word in common, and so what is whose."""
-    first, _, rest = known.partition(" ")
+    first, _, rest = fact.partition(" ")
     # Less a name: "Eva is pregnant", not "Likes tea"
-    words = key_words(rest if first.istitle() and first[-1] != "s" else known)
+    words = key_words(rest if first.istitle() and first[-1] != "s" else fact)
     shared = key_words(text) & words
     if not shared:  # "User has" is enough where the user names what he had.
-        return text.split()[:2] == known.split()[:2] and bool(words & said)
-    things = [match[1] for match in map(THING.match, (text, known)) if match]
+        return text.split()[:2] == fact.split()[:2] and bool(words & query)
+    things = [match[1] for match in map(THING.match, (text, fact)) if match]
     return key_words(" ".join(things)) <= shared
 
 
@@ -1191,14 +1193,14 @@ def is_said(evidence: Any, query: str) -> bool:
     A Chinese or Thai letter says as much as three. What a query that turns against the
     rules says is no evidence, nor is what it only quotes.
     """
-    said = letters(str(evidence or ""))
+    words = letters(str(evidence or ""))
     quotes = "".join(match[0] for match in QUOTED.finditer(query))
-    if OVERRIDE.search(query) or said in letters(quotes):
+    if OVERRIDE.search(query) or words in letters(quotes):
         return False
     # What the model was shown, and quotes, has no secrets.
     forms = [letters(query), letters(redact(query))]
-    short = len(said) + 2 * len(UNSPACED.findall(said)) < 6
-    return said in (forms if short else " ".join(forms))
+    short = len(words) + 2 * len(UNSPACED.findall(words)) < 6
+    return words in (forms if short else " ".join(forms))
 
 
 def key_words(text: str) -> set[str]:
@@ -1413,11 +1415,11 @@ def learning_request(facts: list[str], rows: list[Row], sizes: Row) -> Message:
     turns = []
     for row in rows:
         # Not all of it: to look through 32,000 characters takes 20 ms.
-        said = {part: cut(redact(row[part][: 2 * n]), n) for part, n in sizes.items()}
+        texts = {part: cut(redact(row[part][: 2 * n]), n) for part, n in sizes.items()}
         # An echo, or a fence without content, would be learned from as well.
         if letters(row["response"]) in ("", "json", letters(row["query"])):
-            said["response"] = ""
-        turns.append({"at": row["ended_at"], **said})
+            texts["response"] = ""
+        turns.append({"at": row["ended_at"], **texts})
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
     today = rows[-1]["ended_at"][:10]
     return message("user", {"today": today, "facts": known, "turns": turns})
@@ -1430,11 +1432,11 @@ def learning_prompt(context: int, smaller: int) -> tuple[list[Message], int]:
     room = 0 if smaller == 2 else left * 5 // 9
     messages, at = [message("system", LEARN_PROMPT)], "2025-03-05T09:00:00Z"
     nothing = dict.fromkeys(FIELDS) | {"op": "add", "importance": 0}
-    for facts, said, operations in EXAMPLES:
-        rows = [{"ended_at": at, "query": q, "response": r} for q, r in said]
-        asked = learning_request(facts, rows, {"query": 500, "response": 500})
+    for facts, turns, operations in EXAMPLES:
+        rows = [{"ended_at": at, "query": q, "response": r} for q, r in turns]
+        request = learning_request(facts, rows, {"query": 500, "response": 500})
         filled = [nothing | dict(zip(FIELDS, values)) for values in operations]
-        example = [asked, message("assistant", {"operations": filled})]
+        example = [request, message("assistant", {"operations": filled})]
         if prompt_tokens(messages + example) <= room:
             messages += example
     return messages, min(left - prompt_tokens(messages), context // 2)
@@ -1453,8 +1455,8 @@ def parse_answer(text: str, key: str, kind: type) -> Any:
         with suppress(ValueError, RecursionError):
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
         if isinstance(value, list):
-            found = [one for one in value if isinstance(one, dict) and "op" in one]
-            value = {key: found} if found or text.strip() == "[]" else None
+            rows = [one for one in value if isinstance(one, dict) and "op" in one]
+            value = {key: rows} if rows or text.strip() == "[]" else None
         if isinstance(value, dict) and isinstance(value.get(key), kind):
             return value[key]
     raise BadAnswer(f"no {key} in the model's answer")
@@ -1555,7 +1557,7 @@ class Embedder:
         self.embed, self.settings, self.degraded = embed, settings, degraded
         self.model = model  # whose vectors these are; it may change
         # By text with its prefix, under way or done; what has failed is forgotten
-        self.asked: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
+        self.tasks: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
         self.size = 0  # of a vector
 
     async def vectors(
@@ -1568,37 +1570,37 @@ class Embedder:
             limit, prefix = PATIENCE, settings.embedding_document_prefix
         # Models take some 512 tokens; servers refuse more, or cut.
         texts = [cut(prefix + text, 1500) for text in texts]
-        new = [text for text in dict.fromkeys(texts) if text not in self.asked]
-        found: dict[str, np.ndarray] = {}
+        new = [text for text in dict.fromkeys(texts) if text not in self.tasks]
+        vectors: dict[str, np.ndarray] = {}
         if self.embed and texts:
             if new:
-                self.asked |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
-            asked = {self.asked[text] for text in texts}
-            for task in (await asyncio.wait(asked, timeout=limit))[0]:
-                found |= task.result()
-            if not found:
+                self.tasks |= dict.fromkeys(new, asyncio.create_task(self.ask(new)))
+            tasks = {self.tasks[text] for text in texts}
+            for task in (await asyncio.wait(tasks, timeout=limit))[0]:
+                vectors |= task.result()
+            if not vectors:
                 self.degraded.note("embeddings", failed=True)
-        return [found.get(text) for text in texts]
+        return [vectors.get(text) for text in texts]
 
     async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
         assert self.embed
-        found: dict[str, np.ndarray] = {}
+        vectors: dict[str, np.ndarray] = {}
         try:
-            vectors = map(unit_vector, await self.embed(texts))
-            pairs = list(zip(texts, vectors, strict=True))
-            found = {text: vector for text, vector in pairs if vector is not None}
-            self.size = max(map(len, found.values()), default=self.size)
+            pairs = zip(texts, map(unit_vector, await self.embed(texts)), strict=True)
+            vectors = {text: vector for text, vector in pairs if vector is not None}
+            self.size = max(map(len, vectors.values()), default=self.size)
         except RequestRefused:  # such as a text that is too long for the model
             if half := len(texts) // 2:
                 return await self.ask(texts[:half]) | await self.ask(texts[half:])
-            found = {texts[0]: np.zeros(self.size, "float32")} if self.size else {}
+            if self.size:
+                vectors = {texts[0]: np.zeros(self.size, "float32")}
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
-        self.degraded.note("embeddings", failed=not found)
-        failed = [text for text in texts if text not in found]
-        for text in [*failed, *list(self.asked)[:-2000]]:
-            self.asked.pop(text, None)
-        return found
+        self.degraded.note("embeddings", failed=not vectors)
+        failed = [text for text in texts if text not in vectors]
+        for text in [*failed, *list(self.tasks)[:-2000]]:
+            self.tasks.pop(text, None)
+        return vectors
 
 
 def unit_vector(vector: Any) -> np.ndarray | None:
@@ -1667,11 +1669,11 @@ class Memory:
 
     async def close(self) -> None:
         """End learning; what is not done stays on disk, for the next who opens the folder."""
-        tasks = [*self.learner.tasks.values(), *self.embedder.asked.values()]
+        tasks = [*self.learner.tasks.values(), *self.embedder.tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for ended in (self.learner.tasks, self.learner.due, self.embedder.asked):
+        for ended in (self.learner.tasks, self.learner.due, self.embedder.tasks):
             ended.clear()  # it may be opened again
         self.locks.close()
 
@@ -1747,23 +1749,23 @@ class Memory:
         """Return at most k facts that bear on a query, best first, and what was degraded."""
         [vector] = await self.embedder.vectors([query])
         search = IndexedFiles.search_facts
-        found = await self.run(user, search, query, vector, max(k, RERANKED))
+        facts = await self.run(user, search, query, vector, max(k, RERANKED))
         degraded = [] if vector is not None else ["embeddings"]
-        if self.rerank and found:
-            texts = [fact["text"] for fact in found]
+        if self.rerank and facts:
+            texts = [fact["text"] for fact in facts]
             try:
                 async with asyncio.timeout(self.settings.rerank_timeout):
                     scores = dict(await self.rerank(query[:2000], texts, k))
                 finite = math.isfinite(sum(scores.values()))
-                if not finite or len(scores) < min(k, len(found)):
+                if not finite or len(scores) < min(k, len(facts)):
                     raise ValueError("no score for each of the best")
-                ranked = [found[n] | {"score": round(s, 4)} for n, s in scores.items()]
-                found = sorted(ranked, key=lambda fact: -fact["score"])
+                ranked = [facts[n] | {"score": round(s, 4)} for n, s in scores.items()]
+                facts = sorted(ranked, key=lambda fact: -fact["score"])
             except Exception:  # whatever the endpoint did: the order stands
                 log.warning("reranking failed", exc_info=True)
                 degraded.append("rerank")
             self.degraded.note("rerank", failed="rerank" in degraded)
-        return found[:k], degraded
+        return facts[:k], degraded
 
     async def facts(
         self, user_id: str, query: str | None = None, k: int = 20
@@ -1815,9 +1817,9 @@ class Learner:
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users of whom something waits."""
-        found = await self.memory.locks.in_thread(find_markers, self.memory.folder)
-        self.pending |= found
-        for user in found:
+        waiting = await self.memory.locks.in_thread(find_markers, self.memory.folder)
+        self.pending |= waiting
+        for user in waiting:
             self.schedule(user)
 
     def schedule(self, user: str) -> None:
@@ -1883,9 +1885,9 @@ class Learner:
         """Make and write vectors that a file lacks; return how many, and how many failed."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
-        asked, made = [*missing.items()][-most:], dict[int, np.ndarray]()
-        for n in range(0, len(asked), 32):  # some servers take no more
-            batch = asked[n : n + 32]
+        wanted, made = [*missing.items()][-most:], dict[int, np.ndarray]()
+        for n in range(0, len(wanted), 32):  # some servers take no more
+            batch = wanted[n : n + 32]
             texts = [entry.text for _, entry in batch]
             vectors = await embedder.vectors(texts, query=False)
             pairs = zip(batch, vectors, strict=True)
@@ -1895,7 +1897,7 @@ class Learner:
                 break
         if made:
             await run(user, IndexedFiles.save_vectors, file, made)
-        return len(made), len(asked) - len(made)
+        return len(made), len(wanted) - len(made)
 
     async def learn(
         self, user: str, troubles: defaultdict[str, Trouble]
@@ -1955,15 +1957,15 @@ class Learner:
             sizes["response"] = max(300, min(1000, room // 3))
         texts, rows = [fact["text"] for fact in shown], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
-        asked = await in_thread(learning_request, texts, rows, sizes)
-        answer = await ask(self.complete, [*messages, asked], form)
+        request = await in_thread(learning_request, texts, rows, sizes)
+        answer = await ask(self.complete, [*messages, request], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
             # Nothing is found where fewer than three facts have a vector.
-            found = await self.nearest_facts(user, batch, 1, by_words=False)
-            each = zip(batch, found, strict=True)
-            nearest = {turn.key: facts[0]["id"] for turn, facts in each if facts}
+            facts = await self.nearest_facts(user, batch, 1, by_words=False)
+            pairs = zip(batch, facts, strict=True)
+            nearest = {turn.key: best[0]["id"] for turn, best in pairs if best}
         return await in_thread(admit, proposed, shown, batch, nearest)
 
     async def facts_to_show(
@@ -1972,11 +1974,11 @@ class Learner:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
         facts: list[Any] = [*state.facts.values()]
         if within_budget(facts[:200], room) != facts:
-            each = await self.nearest_facts(user, batch, 200)
+            ranked = await self.nearest_facts(user, batch, 200)
             # The best of each query before the second best of any
-            best = filter(None, itertools.chain(*itertools.zip_longest(*each)))
-            found = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
-            facts = [*found.values()]
+            best = filter(None, itertools.chain(*itertools.zip_longest(*ranked)))
+            once = {fact["id"]: fact for fact in best if fact["id"] in state.facts}
+            facts = [*once.values()]
         return within_budget(facts[:200], room)
 
     async def nearest_facts(
@@ -2023,9 +2025,9 @@ class Learner:
         old = turns[:-keep]
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         size = room // len(old) // 2
-        said = [{p: cut(row[p], size) for p in ("query", "response")} for row in old]
-        asked = {"previous": cut(transcript.summary, room), "turns": said}
-        prompt = [message("system", SUMMARY_PROMPT), message("user", asked)]
+        texts = [{p: cut(row[p], size) for p in ("query", "response")} for row in old]
+        request = {"previous": cut(transcript.summary, room), "turns": texts}
+        prompt = [message("system", SUMMARY_PROMPT), message("user", request)]
         form = schema("session_summary", {"summary": {"type": "string"}})
         try:
             text = await ask(self.complete, prompt, form)
@@ -2053,11 +2055,11 @@ def first_batch(
     each = [troubles[turn.key] for turn in batch]
     if any(trouble.smaller or trouble.bad_answers > 1 for trouble in each):
         return batch[:1]
-    said = [turn.row["query"] + turn.row["response"][:1000] for turn in batch]
+    texts = [turn.row["query"] + turn.row["response"][:1000] for turn in batch]
     room = learning_prompt(context_tokens, 0)[1] * 3 // 4  # the rest is for facts
-    while len(said) > 1 and prompt_tokens([message("user", said)]) > room:
-        said = said[: len(said) // 2]
-    return batch[: len(said)]
+    while len(texts) > 1 and prompt_tokens([message("user", texts)]) > room:
+        texts = texts[: len(texts) // 2]
+    return batch[: len(texts)]
 
 
 async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
@@ -2115,8 +2117,8 @@ class Turn:
             profile = scored(fact for fact in facts if fact["kind"] == "profile")
             chosen, k = within_budget(profile, budget // 2), settings.hint_k
             have, search = [fact["id"] for fact in chosen], self.memory.search
-            found, degraded = await search(self.user, message, k + len(have))
-            more = [fact for fact in found if fact["id"] not in have]
+            hits, degraded = await search(self.user, message, k + len(have))
+            more = [fact for fact in hits if fact["id"] not in have]
             chosen = within_budget(chosen + more[:k], budget)
         names = "id", "text", "kind", "score"
         shown = [{name: fact[name] for name in names} for fact in chosen]
@@ -2125,8 +2127,8 @@ class Turn:
     def just_said(self, history: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
         shown = {*history} or {row["query"] for row in self.turns}
-        said = [turn.row["query"] for turn in reversed(self.unlearned)]
-        new = [text for text in said if text and text not in shown]
+        queries = [turn.row["query"] for turn in reversed(self.unlearned)]
+        new = [text for text in queries if text and text not in shown]
         return [one_line(redact(text[:1000]))[:200] for text in new[:20]]
 
     async def save(
@@ -2173,8 +2175,8 @@ class Turn:
     async def fetch_memory(self, query: str, k: int = 5) -> str:
         """Search what is known about the user; use it when the hints do not hold the answer."""
         k = max(1, min(k, 20))
-        found, _ = await self.memory.search(self.user, query, k)
-        lines = [hint_line(fact["text"]) for fact in found]
+        facts, _ = await self.memory.search(self.user, query, k)
+        lines = [hint_line(fact["text"]) for fact in facts]
         lines += [f'- just said: "{text}"' for text in self.just_said()[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
@@ -2187,10 +2189,10 @@ class Turn:
             self.user, UserFiles.turns_after, self.session_id, 0
         )
         rows = earlier + [waiting.row for waiting in self.unlearned]
-        said = [row["query"] for row in rows] + [self.message]
+        queries = [row["query"] for row in rows] + [self.message]
 
         def keep(store: FactStore, _: list[Unlearned]) -> list[Row]:
-            words = key_words("\n".join(QUOTED.sub("", text) for text in said))
+            words = key_words("\n".join(QUOTED.sub("", text) for text in queries))
             verdicts, facts = [], store.state.facts
             for item in map(one_line, items[:20]):
                 own = key_words(item)
@@ -2218,17 +2220,17 @@ class Turn:
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
-        asked, message = key_words(query[:1000]), self.message.rstrip()
-        unsaid = asked - key_words(message)
+        words, message = key_words(query[:1000]), self.message.rstrip()
+        unsaid = words - key_words(message)
         # Weak models forget what they were only asked about, or all that was listed.
-        if (unsaid and message.endswith(QUESTION)) or (self.listed and unsaid == asked):
+        if (unsaid and message.endswith(QUESTION)) or (self.listed and unsaid == words):
             return "Nothing was forgotten: the user did not name it. Ask what is meant."
 
         def forget(store: FactStore, _: list[Unlearned]) -> list[Any]:
             facts = store.state.facts.values()
-            shared = [len(asked & key_words(fact["text"])) for fact in facts]
+            shared = [len(words & key_words(fact["text"])) for fact in facts]
             most = max(shared, default=0)
-            fits = [f for f, n in zip(facts, shared) if n == most > len(asked) / 2]
+            fits = [f for f, n in zip(facts, shared) if n == most > len(words) / 2]
             if len(fits) == 1:
                 store.apply({"op": "delete", "id": fits[0]["id"]})
             return fits
@@ -2250,9 +2252,9 @@ class Turn:
         await self.memory.learner.embed_missing(self.user, MESSAGES, most=64)
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
-        found = await self.memory.run(self.user, *arguments)
-        text = "" if found else "Nothing in past conversations bears on this."
-        for session_id, turns in found:
+        exchanges = await self.memory.run(self.user, *arguments)
+        text = "" if exchanges else "Nothing in past conversations bears on this."
+        for session_id, turns in exchanges:
             text += f"Conversation {session_id}:\n"
             for row in turns:
                 day = row["ended_at"][:10]
