@@ -446,9 +446,8 @@ class AgentRun:
                 await self.run_calls(calls)
                 choice = None
                 continue
-            text = done["response"]
-            # An empty first reply is an answer; after tools it is not.
-            silent = bool(NO_ANSWER.fullmatch(text)) and (text != "" or rounds > 1)
+            cut = done["finish_reason"] == "length"
+            silent = not cut and bool(NO_ANSWER.fullmatch(done["response"]))
             if silent:
                 self.take_back()
             if choice == "none" or not silent:
@@ -549,6 +548,7 @@ class AgentRun:
         if self.seen[key] < 3:
             limit = settings.tool_timeout
             ok, text = await tools.call_tool(self.functions, name, parsed, limit)
+            text = memory.cut(text, await self.service.chat.context())
         result = {"name": name, "ok": ok, "content": text}
         if shown:
             ms = round((time.monotonic() - began) * 1000)
@@ -603,7 +603,12 @@ class ReplyParser:
                 data = line[5:].strip() if line.startswith(b"data:") else b""
                 if data == b"[DONE]":
                     self.finish_reason = self.finish_reason or "stop"
-                elif data:
+                    # Read whole, a connection can be used again.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.1):
+                            await response.content.read()
+                    break
+                if data:
                     self.feed(pydantic_core.from_json(data))
                 if self.room < 0:
                     self.finish_reason = "length"
@@ -616,7 +621,7 @@ class ReplyParser:
         self.say("thinking" if self.thinking else "token", self.held)
 
     def feed(self, chunk: Json) -> None:
-        if chunk.get("error"):
+        if chunk.get("error") or chunk.get("object") == "error":
             raise Failure("upstream_unavailable", str(chunk))
         self.usage |= chunk.get("usage") or {}
         [choice, *_] = chunk.get("choices") or [{}]
@@ -713,10 +718,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
 # --- The endpoint ---
 
 
-# What aiohttp raises, and an answer that is none
-BROKEN = (
-    aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError, LookupError,
-)  # fmt: skip
+MISSHAPEN = (TypeError, AttributeError, LookupError)  # of an answer, or our own fault
+BROKEN = (aiohttp.ClientError, OSError, ValueError, *MISSHAPEN)
 
 
 class Endpoint:
@@ -770,6 +773,8 @@ class Endpoint:
             except Failure as error:
                 failure = error
             except BROKEN as error:
+                if isinstance(error, MISSHAPEN):
+                    log.exception("an answer has not the form that OpenAI's have")
                 slow = isinstance(error, aiohttp.SocketTimeoutError)
                 code = "upstream_timeout" if slow else "upstream_unavailable"
                 failure = Failure(code, repr(error))
@@ -782,9 +787,9 @@ class Endpoint:
     async def send(self, path: str, body: Json, given: Json, silence: float) -> Any:
         """Send a request; where the endpoint's error names a part of it, without that.
 
-        A part that is refused is left out of all requests for ten minutes, but not where
-        `given` may be the reason. By aiohttp itself: that takes 12 % off the
-        CPU of a chat by openai's client over httpx (64 at once: 5.2 ms, not 6.0).
+        A part that is refused is left out of all requests for ten minutes. By aiohttp
+        itself: that takes 12 % off the CPU of a chat by openai's client over httpx (64 at
+        once: 5.2 ms, not 6.0).
         """
         now = time.monotonic()
         for part in PARTS:
@@ -809,7 +814,9 @@ class Endpoint:
         if not helpful:
             raise failure
         response = await self.send(path, without(body, helpful[0]), given, silence)
-        if not given:
+        # A refused "none" says nothing of calls, and a client's own part is its own affair.
+        odd = body.get("tool_choice") == "none" or any(part in cause for part in given)
+        if not odd:
             log.warning("the endpoint refuses %s: left out for ten minutes", helpful[0])
             self.unsupported[helpful[0]] = now + 600
         return response
@@ -1011,8 +1018,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await endpoint.look()
         served = endpoint.failure or [*endpoint.sizes][:9]
         level = logging.INFO if endpoint.model in endpoint.sizes else logging.WARNING
-        found = name, endpoint.model, endpoint.url, served
-        start_log.log(level, "%s is %s; %s serves %r", *found)
+        known = name, endpoint.model or "not known", endpoint.url, served
+        start_log.log(level, "%s is %s; at %s: %r", *known)
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:
