@@ -36,6 +36,7 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl
+from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -46,45 +47,41 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-MAY_BE_ZERO = ("context_tokens", "hint_tokens", "hint_k", "summaries")
+OneLine = StringConstraints(strip_whitespace=True, min_length=1, pattern="^.+$")
+Key = Annotated[str, OneLine]
+
+
+def without_password(url: HttpUrl) -> HttpUrl:
+    if url.username or url.query:  # URLs are logged, and paths appended
+        raise ValueError("must have no password and no query")
+    return url
+
+
+Url = Annotated[HttpUrl, AfterValidator(without_password)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Settings(memory.Settings):
     """The environment, where names are in upper case; memory's settings come first."""
 
-    api_key: str = ""  # of this service; empty: open to all
-    openai_base_url: HttpUrl | None = None  # OpenAI itself
-    openai_api_key: str = ""
+    api_key: Key = ""  # of this service; empty: open to all
+    openai_base_url: Url | None = None  # OpenAI itself
+    openai_api_key: Key = ""
     chat_model: str = ""  # empty, here and below: the endpoint's first
     chat_extra_body: Json | pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
-    embedding_base_url: HttpUrl | None = None  # as for chat
-    embedding_api_key: str = ""
+    embedding_base_url: Url | None = None  # as for chat
+    embedding_api_key: Key = ""
     embedding_model: str = ""
-    rerank_base_url: HttpUrl | None = None  # no reranking
-    rerank_api_key: str = "EMPTY"
+    rerank_base_url: Url | None = None  # no reranking
+    rerank_api_key: Key = "EMPTY"
     rerank_model: str = ""
     data_dir: Path = Path("data")
-    max_rounds: int = 8  # requests to the model in one turn
-    tool_timeout: float = 30.0  # seconds, each call
-    upstream_timeout: float = 60.0  # seconds without a byte
-    context_tokens: int = 0  # as the endpoint says, else 8192
-    max_concurrent_turns: int = 256
-
-    @pydantic.field_validator("*")
-    @classmethod
-    def check(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        zero = value == 0 and info.field_name in MAY_BE_ZERO
-        if isinstance(value, int | float) and not (zero or 0 < value < float("inf")):
-            raise ValueError("must be positive")
-        if isinstance(value, HttpUrl) and (value.username or value.query):
-            raise ValueError("must be http://host/… or https://…, without password")
-        if str(info.field_name).endswith("_key") and value:
-            value = value.strip()
-            if not (value and value.isprintable()):
-                raise ValueError("must be a key in one line, or not be set")
-        return value
+    max_rounds: PositiveInt = 8  # requests to the model in one turn
+    tool_timeout: memory.Seconds = 30.0  # each call
+    upstream_timeout: memory.Seconds = 60.0  # without a byte
+    context_tokens: NonNegativeInt = 0  # as the endpoint says, else 8192
+    max_concurrent_turns: PositiveInt = 256
 
 
 try:
@@ -92,13 +89,13 @@ try:
     settings = Settings(**{name: text for name, text in given.items() if text})
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
-    wrong = error.errors()[-1]  # of CHAT_EXTRA_BODY, which may be one of two, the JSON
-    rule = wrong["msg"].removeprefix("Value error, ")
-    raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {rule}") from None
+    # Of a setting that may have two forms there are two errors; the last is about JSON.
+    wrong = error.errors()[-1]
+    raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_UNREAD = 1 << 19  # bytes that wait for a client, while as many are being sent
+MAX_UNREAD = 1 << 19  # bytes held for a slow client; as many again may be in a send
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds; the models are looked at as seldom as this
@@ -204,14 +201,15 @@ class EventStream(StreamingResponse):
     so slowly that too much would have to be held for it.
     """
 
-    request: TurnRequest
     task: asyncio.Task[None]  # which runs the turn
     started = False  # the status is sent
-    ended = closed = False  # nothing more is emitted; nothing more is sent
+    ended = False  # `done` or `error` was emitted
+    closed = False  # the response is over
 
-    def __init__(self, media_type: str = "application/x-ndjson"):
+    def __init__(self, request: TurnRequest, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
+        self.request = request
         self.unsent, self.ready = bytearray(), asyncio.Event()  # set: there is news
 
     def emit(self, type: str, **fields: Any) -> None:
@@ -219,7 +217,7 @@ class EventStream(StreamingResponse):
         if not self.ended:
             self.unsent += self.encode(type, fields)
             self.ended = type in ("done", "error")
-        if self.unsent:
+        if self.unsent:  # OpenAI's face makes no bytes of some events
             self.ready.set()
         if len(self.unsent) > MAX_UNREAD and not self.ended:  # nobody reads it
             self.task.cancel()
@@ -264,11 +262,11 @@ class OpenAIStream(EventStream):
     stays in the stream, with a blank line behind it; without `stream` it is not sent.
     """
 
-    def __init__(self, endpoint: "Endpoint", body: CompletionRequest):
-        super().__init__("text/event-stream" if body.stream else JSON_TYPE)
-        self.endpoint, self.stream = endpoint, body.stream
+    def __init__(self, request: TurnRequest, body: CompletionRequest, chat: "Endpoint"):
+        super().__init__(request, "text/event-stream" if body.stream else JSON_TYPE)
+        self.endpoint, self.stream = chat, body.stream
         self.usage = (body.stream_options or {}).get("include_usage") is True
-        self.first: Json = {"role": "assistant", "content": ""}  # of the first chunk
+        self.opening: Json = {"role": "assistant", "content": ""}  # of the first chunk
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
         self.about["created"] = int(time.time())
@@ -301,8 +299,8 @@ class OpenAIStream(EventStream):
         self, message: Json, reason: Any = None, usage: Any = None
     ) -> bytes:
         part = "delta" if self.stream else "message"
-        choice = {"index": 0, part: self.first | message, "finish_reason": reason}
-        self.first = {}
+        choice = {"index": 0, part: self.opening | message, "finish_reason": reason}
+        self.opening = {}
         return self.encode_result({"choices": [choice], "usage": usage})
 
     def encode_result(self, result: Json) -> bytes:
@@ -339,8 +337,8 @@ NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 class AgentRun:
     """One turn: its rounds with the model, and what it has come to."""
 
-    def __init__(self, service: "Service", request: TurnRequest, events: EventStream):
-        self.service, self.request, self.events = service, request, events
+    def __init__(self, service: "Service", events: EventStream):
+        self.service, self.events, self.request = service, events, events.request
         self.functions: dict[str, Callable] = {}  # on offer, by name
         self.prompt: Json = {}  # messages and tools
         self.calls: list[Json] = []  # with results, as saved
@@ -353,21 +351,19 @@ class AgentRun:
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
         failure = Failure("upstream_unavailable", detail="The turn was stopped.")
+        user, session = self.request.user, self.request.session
         begun: Any = nullcontext()
-        if self.request.session:
-            asked = self.request.user, self.request.session
-            begun = self.service.memory.turn(*asked)
+        if session:
+            begun = self.service.memory.turn(user, session)
         try:
             async with begun as turn:
                 await self.run_saved(turn)
             self.events.emit("done", **self.done)
         except (Failure, NotFound, OSError) as error:
-            log.warning("a turn of session %r failed: %r", self.request.session, error)
+            log.warning("a turn of session %r failed: %r", session, error)
             failure = error if isinstance(error, Failure) else Failure("storage_failed")
         except Exception:
-            log.exception(
-                "a turn of session %r failed by our fault", self.request.session
-            )
+            log.exception("a turn of session %r failed by our fault", session)
             failure = Failure("internal")
         finally:  # also where it was cancelled; behind `done` nothing is emitted
             self.events.emit("error", code=failure.code, message=failure.detail)
@@ -406,8 +402,7 @@ class AgentRun:
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
-            failed = "memory" in hints.degraded
-            self.service.memory.degraded.note("memory", failed)
+            self.service.memory.degraded.note("memory", "memory" in hints.degraded)
         if "tools" not in self.request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
             self.prompt["tools"] = [tools.schema(function) for function in offered]
@@ -437,22 +432,20 @@ class AgentRun:
                 done["tool_calls"] = calls
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
+        silent = False
         for rounds in range(1, settings.max_rounds + 1):
             repeated = max(self.seen.values(), default=0) > 2
             capped = repeated or rounds == settings.max_rounds
-            if capped:
-                choice = "none"
-            if calls := await self.ask(choice):
+            if calls := await self.ask("none" if capped or silent else choice):
                 await self.run_calls(calls)
-                choice = None
+                choice, silent = None, False
                 continue
-            cut = done["finish_reason"] == "length"
+            asked_again, cut = silent, done["finish_reason"] == "length"
             silent = not cut and bool(NO_ANSWER.fullmatch(done["response"]))
             if silent:
                 self.take_back()
-            if choice == "none" or not silent:
+            if asked_again or capped or not silent:
                 break
-            choice = "none"
         if silent:
             good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
             self.say("token", good[-1] if good else SORRY)
@@ -540,8 +533,8 @@ class AgentRun:
         key = name, function["arguments"] if parsed is None else written
         # In place of what was sent: malformed JSON is refused in every later request.
         function["arguments"] = written
-        shown = self.functions.get(name) != self.plan  # which has an event of its own
-        if shown:
+        is_plan = self.functions.get(name) == self.plan  # which has an event of its own
+        if not is_plan:
             self.emit("tool_call", id=id, name=name, arguments=arguments)
         self.seen[key] += 1
         ok, text = False, "Error: the same call was made twice already. Answer now."
@@ -550,7 +543,7 @@ class AgentRun:
             ok, text = await tools.call_tool(self.functions, name, parsed, limit)
             text = memory.cut(text, await self.service.chat.context())
         result = {"name": name, "ok": ok, "content": text}
-        if shown:
+        if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
             self.emit("tool_result", id=id, **result, ms=ms)
         return result | {"arguments": arguments}
@@ -603,16 +596,14 @@ class ReplyParser:
                 data = line[5:].strip() if line.startswith(b"data:") else b""
                 if data == b"[DONE]":
                     self.finish_reason = self.finish_reason or "stop"
-                    # Read whole, a connection can be used again.
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(0.1):
-                            await response.content.read()
                     break
                 if data:
                     self.feed(pydantic_core.from_json(data))
                 if self.room < 0:
                     self.finish_reason = "length"
                     break
+            async with asyncio.timeout(0.1):  # read whole, a connection is used again
+                await response.content.read()
         except Exception:
             if not self.finish_reason:  # else nothing is missing
                 raise
@@ -681,7 +672,7 @@ def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments; {} where there are none, None where it is no JSON object."""
     try:
         text = text.strip() or "{}"
-        # Nested deeper, it could not be read again from a transcript.
+        # pydantic reads 200 levels, and a transcript puts these arguments nine deep.
         pydantic_core.from_json("[" * 9 + text + "]" * 9)
         arguments = pydantic_core.from_json(text) or {}
         json.dumps(arguments, allow_nan=False)  # endpoints would choke on 1e999
@@ -697,22 +688,21 @@ MARKS = re.compile(r"</?tool_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>")
 def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
     """Return the calls that a text consists of, as pieces; none where it is anything else."""
     calls: list[Json] = []
-    for part in filter(str.strip, MARKS.split(text)):
-        try:
+    with suppress(ValueError, TypeError, LookupError):  # it is anything else
+        items: list[Any] = []
+        for part in filter(str.strip, MARKS.split(text)):
             # Small models forget the last bracket of a list.
             forgotten = "]" * (part.count("[") - part.count("]"))
             value = pydantic_core.from_json(part + forgotten)
-        except ValueError:
-            return []
-        for item in value if isinstance(value, list) else [value]:
-            item = item if isinstance(item, dict) else {}
-            given = item.get("arguments", item.get("parameters"))
+            items += value if isinstance(value, list) else [value]
+        for item in items:
+            given = item["arguments" if "arguments" in item else "parameters"]
             written = given if isinstance(given, str) else json.dumps(given)
-            known = str(item.get("name")) in functions and given is not None
-            if not known or parse_arguments(written) is None:
+            if item["name"] not in functions or parse_arguments(written) is None:
                 return []
             calls.append({"function": {"name": item["name"], "arguments": written}})
-    return calls
+        return calls
+    return []
 
 
 # --- The endpoint ---
@@ -861,15 +851,15 @@ class Endpoint:
 
 def refusal(status: int, text: str) -> Failure:
     """Return as a Failure what an endpoint answers with a status that is an error."""
-    cause, code = f"{status} {text[:8000]}", "upstream_unavailable"
+    cause = f"{status} {text[:8000]}"
+    if status in (400, 413, 422):
+        too_long = re.search(TOO_LONG, cause.lower())
+        code = "context_too_long" if too_long else "upstream_rejected"
+        return RejectedRequest(code, cause)
     if status == 408:
-        code = "upstream_timeout"
-    elif 400 <= status < 500 and status != 429:
-        code = "upstream_rejected"
-    if status not in (400, 413, 422):
-        return Failure(code, cause)
-    too_long = re.search(TOO_LONG, cause.lower())
-    return RejectedRequest("context_too_long" if too_long else code, cause)
+        return Failure("upstream_timeout", cause)
+    rejected = 400 <= status < 500 and status != 429
+    return Failure("upstream_rejected" if rejected else "upstream_unavailable", cause)
 
 
 TOO_LONG = (
@@ -933,18 +923,14 @@ class Service:
         self.memory = Memory(settings.data_dir, *asked, settings)
         self.running: list[EventStream] = []
 
-    def begin(self, request: TurnRequest, events: EventStream) -> EventStream:
+    def begin(self, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
         if not self.chat.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        user, session, most = (
-            request.user,
-            request.session,
-            settings.max_concurrent_turns,
-        )
-        others = [e.request for e in self.running]
+        most, others = settings.max_concurrent_turns, [e.request for e in self.running]
+        user, session = events.request.user, events.request.session
         sessions = [other.session for other in others if other.user == user]
         if (
             len(others) >= most
@@ -952,8 +938,7 @@ class Service:
             or (session and sessions.count(session) > MAX_WAITING)
         ):
             raise HTTPException(503, "Too many turns, try again.", {"Retry-After": "1"})
-        agent, events.request = AgentRun(self, request, events), request
-        events.task = asyncio.create_task(agent.run())
+        events.task = asyncio.create_task(AgentRun(self, events).run())
         self.running.append(events)
         return events
 
@@ -1214,7 +1199,7 @@ async def openapi() -> Json:
 @app.post("/chat")
 async def chat(body: ChatBody) -> Response:
     asked = body.message, body.user_id, str(body.session_id), bool(body.reasoning_mode)
-    return service().begin(TurnRequest(*asked), EventStream())
+    return service().begin(EventStream(TurnRequest(*asked)))
 
 
 @app.post("/v1/chat/completions")
@@ -1236,7 +1221,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
             turn.session = str(uuid.UUID(named))
-    return service().begin(turn, OpenAIStream(service().chat, body))
+    return service().begin(OpenAIStream(turn, body, service().chat))
 
 
 @app.get("/v1/models", dependencies=[Depends(key_holder)])

@@ -56,6 +56,7 @@ import faiss
 import numpy as np
 import pydantic_core
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, with_config
+from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
@@ -74,20 +75,21 @@ RERANKED = 32  # facts that a cross-encoder is asked about
 
 log = logging.getLogger("memory")
 T = TypeVar("T")
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Settings:
     """What may be tuned."""
 
-    hint_tokens: int = 350  # of hints in one prompt
-    hint_k: int = 8  # facts retrieved, beside the profile
-    history_turns: int = 6  # verbatim turns that a summary leaves, at least 1
-    summaries: int = 1  # 0: old turns are dropped, not summarised
-    max_facts: int = 2000  # a user
-    learn_concurrency: int = 4  # users learned from at once
-    embedding_timeout: float = 2.0  # seconds, before a first token
-    rerank_timeout: float = 0.5  # seconds
+    hint_tokens: NonNegativeInt = 350  # of hints in one prompt
+    hint_k: NonNegativeInt = 8  # facts retrieved, beside the profile
+    history_turns: PositiveInt = 6  # verbatim turns that a summary leaves
+    summaries: NonNegativeInt = 1  # 0: old turns are dropped, not summarised
+    max_facts: PositiveInt = 2000  # a user
+    learn_concurrency: PositiveInt = 4  # users learned from at once
+    embedding_timeout: Seconds = 2.0  # before a first token
+    rerank_timeout: Seconds = 0.5
     embedding_query_prefix: str = ""  # what the embedding model wants before a query
     embedding_document_prefix: str = ""  # and before all else
 
@@ -100,7 +102,6 @@ def check_time(text: str) -> str:
 
 Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601 with its zone
 Status = Literal["complete", "interrupted", "error"]
-Number = Annotated[int, Field(ge=1)]
 
 
 class Fact(TypedDict):
@@ -110,7 +111,7 @@ class Fact(TypedDict):
     text: str
     kind: str  # profile or episodic
     importance: float  # 0 to 1
-    frequency: Number  # how often it was said
+    frequency: PositiveInt  # how often it was said
     created_at: Time
     last_seen_at: Time
     source: str  # session_id/turn
@@ -120,7 +121,7 @@ class Fact(TypedDict):
 class TurnRow(TypedDict):
     """One turn in a transcript."""
 
-    turn: Number
+    turn: PositiveInt
     query: str
     response: str
     status: Status

@@ -25,7 +25,7 @@ SCHEMAS: dict[Callable, dict[str, Any]] = {}
 
 
 def tool(function: Callable) -> Callable:
-    """Offer a function to the model; ValueError if undocumented, unannotated or *args."""
+    """Offer a function to the model; ValueError if it has no docstring."""
     TOOLS[schema(function)["function"]["name"]] = function
     return function
 
@@ -36,10 +36,8 @@ def schema(function: Any) -> dict[str, Any]:
     if plain in SCHEMAS:
         return SCHEMAS[plain]
     name, description = function.__name__, inspect.getdoc(function)
-    parameters = inspect.signature(function).parameters.values()
-    wrong = [p for p in parameters if p.annotation is p.empty or str(p)[0] == "*"]
-    if wrong or not description:
-        raise ValueError(f"{name} needs a docstring and annotated, named parameters")
+    if not description:
+        raise ValueError(f"{name} needs a docstring")
     takes = TypeAdapter(function).json_schema()
     for parameter in takes["properties"].values():
         parameter.pop("title", None)  # says "Timezone" beside timezone
