@@ -116,7 +116,7 @@ async def search_cost(
         [vector] = await embed([query])
         vector /= np.linalg.norm(vector)
         if change:  # what a new fact makes anew, less its embedding
-            service.cache.get(service.folder / user, "forgotten")
+            service.cache.forget(service.folder / user)
         begun = time.process_time()
         await service.run(user, memory.IndexedFiles.search_facts, query, vector, 8)
         spent.append(1000 * (time.process_time() - begun))

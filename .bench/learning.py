@@ -4,7 +4,7 @@ OPENAI_BASE_URL=http://localhost:8001/v1 python -m pytest -m real
 """
 
 import asyncio
-import dataclasses
+import copy
 import os
 import uuid
 
@@ -65,7 +65,8 @@ MODEL_CASES = [
 @pytest.mark.skipif("OPENAI_BASE_URL" not in os.environ, reason="needs a real model")
 def test_a_real_model_learns_most_of_it(tmp_path, monkeypatch, capsys):
     """Prints accuracy by operation. The prompt was tuned on none of these cases."""
-    settings = dataclasses.replace(main.settings, data_dir=tmp_path)
+    settings = copy.copy(main.settings)
+    vars(settings)["data_dir"] = tmp_path
     monkeypatch.setattr(main, "settings", settings)
 
     async def facts_after(service, texts, turns):

@@ -79,7 +79,9 @@ class Service:
         from memory import MESSAGES, IndexedFiles
 
         for user in {user for user, _ in self.sessions}:
-            await self.memory.learner.embed_missing(user, MESSAGES, most=10_000)
+            embed_missing = self.memory.learner.embed_missing
+            while await embed_missing(user, MESSAGES, most=2000):
+                pass
             index = await self.memory.run(user, IndexedFiles.index, MESSAGES)
             self.indexes[user] = index
 

@@ -58,9 +58,8 @@ def serve(port: int) -> None:
         names = Counter(getattr(c, "__qualname__", type(c).__name__) for c in running)
         kept = dict(main.app.state.service.memory.cache.kept)
         users = {path.parent for path in kept}
-        vectors = sum(
-            len(v) for path, (_, v) in kept.items() if path.suffix == ".faiss"
-        )
+        files = kept.items()
+        vectors = sum(len(v) for path, (_, v) in files if path.suffix == ".faiss")
         sizes = [len(users), vectors, len(kept), len(gc.get_objects())]
         print(json.dumps([names, sizes]), flush=True)
 
