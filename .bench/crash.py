@@ -236,7 +236,7 @@ def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
     found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
     files = memory.IndexedFiles(folder, model="random")
     vectors = files.vectors(memory.FACTS)
-    for id, entry in files.entries(memory.FACTS):
+    for id, entry in files.entries(memory.FACTS).items():
         if id in vectors:
             found["wrong vectors"] += differ(vectors[id], entry.text)
 
