@@ -1552,29 +1552,23 @@ class Embedder:
             self.memory.degraded.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
 
-    async def ask(self, texts: list[str]) -> dict[str, np.ndarray]:
+    async def ask(self, texts: list[str], size: int = 1500) -> dict[str, np.ndarray]:
+        """Return the vectors of the texts' first bytes; a text that gets none is forgotten."""
         assert self.embed
         vectors: dict[str, np.ndarray] = {}
         try:
-            try:
-                answer = await self.embed(texts)
-            except RequestRefused:  # one may be too long: 1500 digits are 1500 tokens
-                answer = [await self.embed_alone(text) for text in texts]
+            answer = await self.embed([cut(text, size) for text in texts])
             pairs = zip(texts, map(unit_vector, answer), strict=True)
             vectors = {text: vector for text, vector in pairs if vector is not None}
+        except RequestRefused:  # one may be too long: 1500 digits are 1500 tokens
+            for text in texts if size > 500 else []:
+                vectors |= await self.ask([text], 500)
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
         failed = [text for text in texts if text not in vectors]
         for text in [*failed, *list(self.tasks)[:-2000]]:
             self.tasks.pop(text, None)
         return vectors
-
-    async def embed_alone(self, text: str) -> Any:
-        """Return the vector of a text's beginning; None: the endpoint refuses that too."""
-        assert self.embed
-        with suppress(RequestRefused):
-            return (await self.embed([cut(text, 500)]))[0]
-        return None
 
 
 def unit_vector(vector: Any) -> np.ndarray | None:
