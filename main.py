@@ -411,9 +411,8 @@ class AgentRun:
         else:
             limit = await self.service.chat.context() * 3 // 4
             limit -= memory.count_tokens(json.dumps(self.prompt))  # of the tools
-            parts = SYSTEM, turn.summary, turn.turns, hints, text, limit
             try:
-                messages, hints = memory.fit_context(*parts, settings.history_turns)
+                messages = turn.fit_context(SYSTEM, hints, limit)
             except ValueError:
                 raise Failure("context_too_long") from None
         self.prompt["messages"] = messages

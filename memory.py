@@ -1467,45 +1467,6 @@ def within_budget(facts: list[Any], budget: int) -> list[Any]:
     return facts[: sum(tokens <= budget for tokens in sums)]
 
 
-def fit_context(
-    system: str,
-    summary: str,
-    turns: list[TurnRow],
-    hints: Hints,
-    text: str,
-    limit: int,
-    block: int,
-) -> tuple[list[Message], Hints]:
-    """Return the messages of a prompt, and the hints that are in it; ValueError: too long.
-
-    What changes comes last, for the prefix cache. Beyond `limit` tokens are dropped, in
-    this order: the oldest turns in blocks, down to two; the hints, lowest score first;
-    the summary; these two turns. The user's message, `text`, is never cut.
-    """
-    hints = replace(hints, facts=[*hints.facts], said=[*hints.said])
-    while True:
-        earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
-        prompt = [message("system", system + earlier)]
-        for turn in turns:
-            answer = turn["response"] or "(interrupted)"
-            prompt += [message("user", turn["query"]), message("assistant", answer)]
-        prompt.append(message("user", f"{hints.block()}\n\n{text}"))
-        if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
-            return prompt, hints
-        if len(turns) > 2:
-            turns = turns[min(block, len(turns) - 2) :]
-        elif hints.facts:
-            hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
-        elif hints.said:
-            hints.said.pop()
-        elif summary:
-            summary = ""
-        elif turns:
-            turns = []
-        else:
-            raise ValueError("the message does not fit the model's context")
-
-
 # --- Memory ---
 
 
@@ -2027,6 +1988,37 @@ class Turn:
         queries = [turn.row["query"] for turn in reversed(self.unlearned)]
         new = [text for text in queries if text and text not in shown]
         return [one_line(redact(text[:1000]))[:200] for text in new[:20]]
+
+    def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
+        """Return the messages of a prompt; hints that do not fit are dropped; ValueError: too long.
+
+        What changes comes last, for the prefix cache. Beyond `limit` tokens are dropped, in
+        this order: the oldest turns in blocks, down to two; the hints, lowest score first;
+        the summary; these two turns. The user's message is never cut.
+        """
+        turns, summary = self.turns, self.summary
+        while True:
+            earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
+            prompt = [message("system", system + earlier)]
+            for turn in turns:
+                answer = turn["response"] or "(interrupted)"
+                prompt += [message("user", turn["query"]), message("assistant", answer)]
+            prompt.append(message("user", f"{hints.block()}\n\n{self.message}"))
+            if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
+                return prompt
+            if len(turns) > 2:
+                block = self.memory.settings.history_turns
+                turns = turns[min(block, len(turns) - 2) :]
+            elif hints.facts:
+                hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
+            elif hints.said:
+                hints.said.pop()
+            elif summary:
+                summary = ""
+            elif turns:
+                turns = []
+            else:
+                raise ValueError("the message does not fit the model's context")
 
     async def save(
         self, query: str, response: str, status: Status = "complete", **more: Any

@@ -2034,13 +2034,14 @@ def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, m
 
 def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary():
     turns = [{"query": f"q{n} " * 50, "response": "r " * 50} for n in range(12)]
-    facts = [{"id": n, "text": f"fact {n}", "score": n} for n in range(9)]
+    turn = memory.SimpleNamespace(turns=turns, summary="sum", message="hi")
+    turn.memory = memory.SimpleNamespace(settings=memory.Settings())
 
     def fit(limit):
+        facts = [{"text": f"fact {n}", "score": n} for n in range(9)]
         hints = memory.Hints(facts, ["said"], [])
-        messages, left = memory.fit_context("S", "sum", turns, hints, "hi", limit, 6)
-        scores = [fact["score"] for fact in left.facts]
-        return (len(messages) - 2) // 2, scores, messages[0]["content"]
+        [system, *rest] = memory.Turn.fit_context(turn, "S", hints, limit)
+        return len(rest) // 2, [fact["score"] for fact in facts], system["content"]
 
     assert (fit(9000)[0], fit(1000)[0]) == (12, 6)
     few, scores, system = fit(342)
