@@ -402,7 +402,7 @@ class AgentRun:
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
-            self.service.memory.degraded.note("memory", "memory" in hints.degraded)
+            self.service.memory.note("memory", "memory" in hints.degraded)
         if "tools" not in self.request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
             self.prompt["tools"] = [tools.schema(function) for function in offered]

@@ -1470,16 +1470,6 @@ def within_budget(facts: list[Any], budget: int) -> list[Any]:
 # --- Memory ---
 
 
-class Degraded(dict[str, str]):
-    """Parts that do not work, each with the time since when."""
-
-    def note(self, part: str, failed: bool) -> None:
-        if failed:
-            self.setdefault(part, now())
-        else:
-            self.pop(part, None)
-
-
 class Embedder:
     """Vectors of texts: each asked for once, by all who want it meanwhile, and kept a while."""
 
@@ -1510,7 +1500,7 @@ class Embedder:
         for task in (await asyncio.wait(tasks, timeout=limit))[0]:
             vectors |= task.result()
         if new or not vectors:  # what is kept says nothing of the endpoint
-            self.memory.degraded.note("embeddings", failed=not vectors)
+            self.memory.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
 
     async def ask(self, texts: list[str], size: int = 1500) -> dict[str, np.ndarray]:
@@ -1573,7 +1563,7 @@ class Memory:
     ):
         self.folder, self.cache = make_folder(folder), FileCache()
         self.rerank, self.settings = rerank, settings
-        self.degraded = Degraded()
+        self.degraded: dict[str, str] = {}  # what does not work, and since when
         self.embedder = Embedder(self, embed, model)
         self.mem0 = open_mem0(self.folder)
         self.learner = Learner(self, complete)
@@ -1596,6 +1586,13 @@ class Memory:
             ended.clear()  # it may be opened again
         self.locks.close()
 
+    def note(self, part: str, failed: bool) -> None:
+        """Note whether a part works."""
+        if failed:
+            self.degraded.setdefault(part, now())
+        else:
+            self.degraded.pop(part, None)
+
     async def run(
         self, user: str, function: Callable[..., T], *arguments: Any, session: str = ""
     ) -> T:
@@ -1611,7 +1608,7 @@ class Memory:
                     return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
-            self.degraded.note("storage", failed=True)
+            self.note("storage", failed=True)
             raise
 
     async def change(self, user: str, function: Callable[..., T], id: str = "") -> T:
@@ -1634,7 +1631,7 @@ class Memory:
             return result
 
         result = await self.run(user, work)
-        self.degraded.note("storage", failed=False)
+        self.note("storage", failed=False)
         return result
 
     @asynccontextmanager
@@ -1675,7 +1672,7 @@ class Memory:
             except Exception:  # whatever the endpoint did: the order stands
                 log.warning("reranking failed", exc_info=True)
                 degraded.append("rerank")
-            self.degraded.note("rerank", failed="rerank" in degraded)
+            self.note("rerank", failed="rerank" in degraded)
         return facts[:k], degraded
 
     async def facts(
@@ -1795,7 +1792,7 @@ class Learner:
         if not waiting:
             del self.pending[user]
             return state
-        troubles, degraded = self.troubles[user], self.memory.degraded
+        troubles = self.troubles[user]
         bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
         batch = waiting[:BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
@@ -1809,7 +1806,7 @@ class Learner:
             refused = isinstance(error, RequestRefused)
             bad_answer = isinstance(error, BadAnswer)
             if not bad_answer:
-                degraded.note("learning", failed=True)
+                self.memory.note("learning", failed=True)
             if refused and troubles[smaller] < 2:
                 troubles[smaller] += 1
             # Refused even so: it is this turn, if others are answered.
@@ -1819,7 +1816,7 @@ class Learner:
                 raise
         else:
             self.totals["learned"] += 1
-            degraded.note("learning", failed=False)
+            self.memory.note("learning", failed=False)
             await self.commit(user, batch, operations)
         if troubles[bad] > 2:  # it went alone
             await self.commit(user, batch, [])
@@ -2035,7 +2032,7 @@ class Turn:
         append = UserFiles.append, self.state.id, self.session_id, row
         saving = asyncio.ensure_future(self.memory.run(self.user, *append))
         await to_the_end(saving)
-        self.memory.degraded.note("storage", failed=False)
+        self.memory.note("storage", failed=False)
         self.memory.learner.pending[self.user] += 1
 
     # Tools for the model: user and session are bound, never arguments.
