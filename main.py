@@ -1159,7 +1159,7 @@ def service() -> Service:
 Owner = Annotated[str, Depends(owner)]
 ChatBody = Annotated[ChatRequest, Depends(chat_body)]
 CompletionBody = Annotated[CompletionRequest, Depends(completion_body)]
-Text = Annotated[str | None, Query(min_length=1, max_length=32_000)]
+Text = Annotated[str, Query(min_length=1, max_length=32_000)]
 Count = Annotated[int, Query(ge=1, le=100)]
 
 
@@ -1231,7 +1231,7 @@ async def models() -> Json:
 
 
 @app.get("/users/{user_id}/memories")
-async def list_memories(user: Owner, query: Text = None, k: Count = 20) -> Json:
+async def list_memories(user: Owner, query: Text = "", k: Count = 20) -> Json:
     return {"memories": await service().memory.facts(user, query, k)}
 
 

@@ -1217,8 +1217,8 @@ def is_valid(number: str) -> bool:
     """Tell whether a card's number has Luhn's checksum, or an IBAN that of ISO 7064."""
     code = letters(number)
     if code.isdecimal():
-        twice = [sum(divmod(2 * int(digit), 10)) for digit in code[-2::-2]]
-        return sum(map(int, [*code[::-2], *twice])) % 10 == 0
+        twice = "".join(str(2 * int(digit)) for digit in code[-2::-2])
+        return sum(map(int, code[::-2] + twice)) % 10 == 0
     # Letters as numbers, the first four last
     return int("".join(str(int(c, 36)) for c in code[4:] + code[:4])) % 97 == 1
 
@@ -1675,17 +1675,14 @@ class Memory:
             self.note("rerank", failed="rerank" in degraded)
         return facts[:k], degraded
 
-    async def facts(
-        self, user_id: str, query: str | None = None, k: int = 20
-    ) -> list[Row]:
+    async def facts(self, user_id: str, query: str = "", k: int = 20) -> list[Row]:
         """Return a user's facts with their score: all, or at most k that bear on a query."""
         user = folder_name(normal_name(user_id))
         with suppress(NotFound):
-            if query is None:
-                state = await self.run(user, UserFiles.load)
-                return scored(state.facts.values())
-            await self.learner.embed_missing(user, FACTS)
-            return (await self.search(user, query, k))[0]
+            if query:
+                await self.learner.embed_missing(user, FACTS)
+                return (await self.search(user, query, k))[0]
+            return scored((await self.run(user, UserFiles.load)).facts.values())
         return []
 
     async def user_data(
@@ -2059,10 +2056,9 @@ class Turn:
             verdicts = []
             for item in map(one_line, items[:20]):
                 words, texts = key_words(item), final_texts(item, row["ended_at"])
-                score = round(len(words & said) / max(1, len(words)), 2)
-                facts, reason = store.state.facts, ""
-                new = [text for text in texts if not find_duplicate(facts, text)]
-                if not new:
+                score, reason = round(len(words & said) / max(1, len(words)), 2), ""
+                known = all(find_duplicate(store.state.facts, text) for text in texts)
+                if known:
                     reason = "known already"
                 elif not storable(item):
                     reason = "too long, passing, a secret or an instruction"
@@ -2071,10 +2067,10 @@ class Turn:
                 elif score < 0.5:
                     reason = "the user did not say so"
                 else:
-                    for text in new:
+                    for text in texts:
                         store.apply(operation | {"text": text})
                 verdict = {"item": item, "score": score, "reason": reason}
-                verdicts.append(verdict | {"accepted": not new or not reason})
+                verdicts.append(verdict | {"accepted": known or not reason})
             return verdicts
 
         return await self.memory.change(self.user, keep, self.state.id)
@@ -2112,11 +2108,11 @@ class Turn:
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         exchanges = await self.memory.run(self.user, *arguments)
-        text = "" if exchanges else "Nothing in past conversations bears on this."
+        text = ""
         for session_id, turns in exchanges:
             text += f"Conversation {session_id}:\n"
             for row in turns:
                 day = row["ended_at"][:10]
                 text += f"{day} user: {row['query'][:500]}\n"
                 text += f"{day} assistant: {row['response'][:500]}\n"
-        return text
+        return text or "Nothing in past conversations bears on this."
