@@ -1668,7 +1668,6 @@ class Memory:
                 if not finite or len(scores) < min(k, len(facts)):
                     raise ValueError("no score for each of the best")
                 facts = [facts[n] | {"score": round(s, 4)} for n, s in scores.items()]
-                facts.sort(key=lambda fact: -fact["score"])
             except Exception:  # whatever the endpoint did: the order stands
                 log.warning("reranking failed", exc_info=True)
                 degraded.append("rerank")
