@@ -1693,6 +1693,10 @@ class Memory:
 
 # --- Learning ---
 
+# The "bad" answers to a turn, by its key, and how often it was made "smaller": once, it goes
+# alone; twice, it is also cut, and goes without facts and examples.
+Troubles = Counter[tuple[str, str]]
+
 
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
@@ -1708,9 +1712,6 @@ class Learner:
         # By user; under "" the one that looks at the start for what waits
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
-        # By user: the "bad" answers to each turn, and how often it was made "smaller": once,
-        # it goes alone; twice, it is also cut, and goes without facts and examples
-        self.troubles: dict[str, Counter[tuple[str, str]]] = {}
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
 
@@ -1724,13 +1725,13 @@ class Learner:
     def schedule(self, user: str) -> None:
         """Look soon at what is to be done for a user."""
         if user not in self.due:
-            self.due[user], self.troubles[user] = asyncio.Event(), Counter()
+            self.due[user] = asyncio.Event()
             self.tasks[user] = asyncio.create_task(self.work_for(user))
         self.due[user].set()
 
     async def work_for(self, user: str) -> None:
         """Do what is to be done for a user, as often as it is due, until nothing is left."""
-        due, back_off, pause = self.due[user], BACK_OFF, 0.0
+        due, back_off, pause, troubles = self.due[user], BACK_OFF, 0.0, Troubles()
         while due.is_set() or pause < math.inf:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -1741,7 +1742,7 @@ class Learner:
             pause = math.inf
             try:
                 async with self.memory.locks.held(f"{user}/learn"):
-                    pause = await self.learn_and_embed(user, quiet)
+                    pause = await self.catch_up(user, quiet, troubles)
                 back_off = BACK_OFF
             except NotFound:  # deleted
                 del self.pending[user]
@@ -1750,9 +1751,9 @@ class Learner:
                 pause, back_off = back_off, min(60.0, 2 * back_off)
             except Exception:  # ours: nothing is done for the user until the next turn
                 log.exception("learning failed by our fault")
-        del self.due[user], self.tasks[user], self.troubles[user]
+        del self.due[user], self.tasks[user]
 
-    async def learn_and_embed(self, user: str, quiet: bool) -> float:
+    async def catch_up(self, user: str, quiet: bool, troubles: Troubles) -> float:
         """Learn all that waits; make vectors of what is searched, and of all in a quiet time.
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
@@ -1760,7 +1761,7 @@ class Learner:
         state = None
         while state is None:
             async with self.at_work:
-                state = await self.learn(user)
+                state = await self.learn(user, troubles)
         facts, made = [*state.facts.values()], 0
         searched = within_budget(facts, self.memory.settings.hint_tokens) != facts
         if searched or quiet:  # else they all stand in the hints
@@ -1781,14 +1782,13 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str) -> State | None:
+    async def learn(self, user: str, troubles: Troubles) -> State | None:
         """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
             return state
-        troubles = self.troubles[user]
         bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
         batch = waiting[:BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
