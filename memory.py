@@ -2043,33 +2043,33 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> list[Row]:
         """Propose short facts about the user to remember (third person), only what the user said in this conversation."""
-        row: Any = {"turn": self.number, "ended_at": now()}
-        turn = Unlearned(self.session_id, row)
-        operation = {"op": "add", "kind": "episodic", "importance": 0.5, "turn": turn}
 
         def keep(store: FactStore, files: UserFiles) -> list[Row]:
             rows = files.turns_after(self.session_id, 0)
             rows += [waiting.row for waiting in self.unlearned]
             queries = [row["query"] for row in rows] + [self.message]
-            said = key_words("\n".join(QUOTED.sub("", text) for text in queries))
-            verdicts = []
+            query = "\n".join(QUOTED.sub("", text) for text in queries)
+            row: Any = {"turn": self.number, "query": query, "response": ""}
+            turn = Unlearned(self.session_id, row | {"ended_at": now()})
+            said, verdicts = key_words(query), []
             for item in map(one_line, items[:20]):
-                words, texts = key_words(item), final_texts(item, row["ended_at"])
-                score, reason = round(len(words & said) / max(1, len(words)), 2), ""
-                known = all(find_duplicate(store.state.facts, text) for text in texts)
-                if known:
-                    reason = "known already"
-                elif not storable(item):
+                finals = final_forms({"op": "add", "text": item}, None, turn, None)
+                words, facts, reason = key_words(item), store.state.facts, ""
+                score = round(len(words & said) / max(1, len(words)), 2)
+                if not finals:
                     reason = "too long, passing, a secret or an instruction"
+                elif all(find_duplicate(facts, one["text"]) for one in finals):
+                    reason = "known already"
                 elif len(words) < 2:
                     reason = "not a statement about the user"
                 elif score < 0.5:
                     reason = "the user did not say so"
                 else:
-                    for text in texts:
-                        store.apply(operation | {"text": text})
+                    for final in finals:
+                        store.apply(final)
                 verdict = {"item": item, "score": score, "reason": reason}
-                verdicts.append(verdict | {"accepted": known or not reason})
+                accepted = reason in ("", "known already")
+                verdicts.append(verdict | {"accepted": accepted})
             return verdicts
 
         return await self.memory.change(self.user, keep, self.state.id)
