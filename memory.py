@@ -1172,7 +1172,7 @@ def is_said(evidence: Any, query: str) -> bool:
     rules says is no evidence, nor is what it only quotes.
     """
     words, said = letters(str(evidence or "")), QUOTED.sub(" ", query)
-    if OVERRIDE.search(query) or not words:
+    if re.search(OVERRIDE, query) or not words:
         return False
     forms = [letters(said), letters(redact(said))]  # the model was shown no secrets
     short = len(words) + 2 * len(re.findall(UNSPACED, words)) < 6
@@ -1203,7 +1203,7 @@ def storable(text: str) -> bool:
     """Tell whether a text may be a fact: short, lasting, no secret and no instruction."""
     if len(text) > MAX_FACT_CHARS or not letters(text) or redact(text) != text:
         return False
-    return not any(p.search(text) for p in (OVERRIDE, INSTRUCTION, PASSING))
+    return not UNFIT.search(text)
 
 
 @functools.lru_cache(maxsize=256)  # the same for hints and for learning
@@ -1249,24 +1249,21 @@ SECRET = re.compile(rf"""(?xi)
 |-----BEGIN\s[\w ]*PRIVATE\sKEY(?:\sBLOCK)?-----(?:[^-]|-(?!----))*(?:-----END\s[\w ]*-----)?
 |(?<=://)[^\s/:@]*:[^\s/]+(?=@)  # https://user:password@host""")
 NOW = r"(?:,?\s(?:so|very|really|just|still|currently|right|now|today|tonight|this\s\w+))*"
-PASSING = re.compile(rf"""(?xi)
-\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed){NOW}\W*$
-|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s\w+)\W*$
-|\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
-  |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
-|\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$
-|^(?:the\s)?user\s(?:has\s|is\s)?
-  (?:ask(?:s|ed|ing)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
-OVERRIDE = re.compile(r"""(?xi)
-\b(?:ignore|disregard|forget|override|bypass)\b.{0,30}\b(?:previous|prior|above|all|your|system)\b
-.{0,20}\b(?:instructions?|rules?|prompts?)\b""")
-INSTRUCTION = re.compile(r"""(?xi)
-\b(?:reveal|print|show|repeat)\b.*\bsystem\sprompt\b|\bfrom\snow\son,?\syou\b
+OVERRIDE = r"""(?xi:\b(?:ignore|disregard|forget|override|bypass)\b
+.{0,30}\b(?:previous|prior|above|all|your|system)\b.{0,20}\b(?:instructions?|rules?|prompts?)\b)"""
+UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
+{OVERRIDE}|\b(?:reveal|print|show|repeat)\b.*\bsystem\sprompt\b|\bfrom\snow\son,?\syou\b
 |\byou\sare\s(?:now|no\slonger)\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>
 |^\W*(?:(?:please|from\snow\son|remember|important|system)\b\W*)*
   (?:(?:always|never|do\snot|don't|must)\s+)+
   (?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b
-|^\W*(?:you|(?:the\s)?(?:assistant|ai|model|system))(?:\s(?:must|should|will|shall)\b|:)""")
+|^\W*(?:you|(?:the\s)?(?:assistant|ai|model|system))(?:\s(?:must|should|will|shall)\b|:)
+|\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed){NOW}\W*$
+|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s\w+)\W*$
+|\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
+  |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
+|\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$|^(?:the\s)?user\s(?:has\s|is\s)?
+  (?:ask(?:s|ed|ing)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 # Not a title or a name: what is to be translated, corrected or explained
 QUOTES = r"""(?s)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[”»]"""

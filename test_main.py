@@ -2048,8 +2048,7 @@ def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary(
     assert few == 2 and "sum" in system
     assert 0 < len(scores) < 9 and scores == [*range(9 - len(scores), 9)]
     assert fit(220)[1:] == ([], "S")
-    with pytest.raises(ValueError):
-        fit(30)
+    pytest.raises(ValueError, fit, 30)
 
 
 @pytest.mark.parametrize("path", ["memories", f"sessions/{A}"])
