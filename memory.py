@@ -1130,13 +1130,13 @@ def final_forms(
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     texts = final_texts(text, turn.row["ended_at"])
-    finals = [final | {"text": text} for text in texts]
+    finals = [final | {"text": one} for one in texts]
     if op == "update":
         # It changes nothing unless the user names the fact, or it says more than that.
-        new = query & known or key_words(" ".join(texts)) - known
+        new = query & known or key_words(text) - known
         if not fact or not new or texts == [fact["text"]]:
             return []
-        if same_matter(" ".join(texts), fact["text"], query):
+        if same_matter(text, fact["text"], query):
             finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
@@ -1953,7 +1953,7 @@ class Turn:
         """
         self.message, settings = message, self.memory.settings
         tokens = settings.hint_tokens
-        size = max(0, min(240, tokens - 9))  # bytes; a third of the tokens
+        size = min(240, tokens - 9)  # bytes; a third of the tokens
         lines = [{"text": cut(text, size)} for text in self.just_said(history)]
         said = [line["text"] for line in within_budget(lines, tokens // 3)]
         budget = tokens - sum(count_tokens(text) + 2 for text in said)
