@@ -1094,8 +1094,8 @@ def admit(
     """Return the operations of an answer that may pass, in their final form.
 
     Each has `op`, `turn` (where the evidence stands), `id` of the fact (but for add), and
-    `text`, `kind`, `importance` (but for delete). `nearest` has the id of the fact that
-    is nearest to a turn's query by its vector.
+    `text`, `kind`, `importance` (but for delete). `nearest` has, by a turn's key, the id of
+    the fact that is nearest to its query by their vectors.
     """
     finals: list[Operation] = []
     for operation in [one for one in proposed if isinstance(one, dict)]:
@@ -1144,10 +1144,10 @@ def final_forms(
 def same_matter(text: str, fact: str, query: set[str]) -> bool:
     """Tell whether a text may replace a fact: a word in common, and so what is whose."""
     first, _, rest = fact.partition(" ")
-    # Without a name at its beginning: "Eva is pregnant", but not "Likes tea"
+    # A name at the beginning is no matter ("Eva is pregnant"), a verb is ("Likes tea").
     words = key_words(rest if first.istitle() and first[-1] != "s" else fact)
     shared = key_words(text) & words
-    if not shared:  # "User has" is enough where the user names what he had.
+    if not shared:  # They begin alike ("User has"), and the user names the old fact.
         return text.split()[:2] == fact.split()[:2] and bool(words & query)
     things = [match[1] for match in map(THING.match, (text, fact)) if match]
     return key_words(" ".join(things)) <= shared
@@ -1459,7 +1459,7 @@ class Hints:
 
 
 def within_budget(facts: list[Any], budget: int) -> list[Any]:
-    """Return the first facts, as many as fit a number of tokens as lines of the hints."""
+    """Return the first facts, as many as take at most `budget` tokens as lines of hints."""
     sums = itertools.accumulate(count_tokens(fact["text"]) + 2 for fact in facts)
     return facts[: sum(tokens <= budget for tokens in sums)]
 
@@ -1736,7 +1736,7 @@ class Learner:
             quiet = not due.is_set()
             due.clear()
             await asyncio.sleep(LEARN_DELAY)
-            pause = math.inf
+            pause = math.inf  # until somebody calls `schedule`
             try:
                 async with self.memory.locks.held(f"{user}/learn"):
                     pause = await self.catch_up(user, quiet, troubles)
@@ -1953,7 +1953,7 @@ class Turn:
         """
         self.message, settings = message, self.memory.settings
         tokens = settings.hint_tokens
-        size = min(240, tokens - 9)  # bytes; a third of the tokens
+        size = min(240, tokens - 9)  # bytes: the newest alone fits the third
         lines = [{"text": cut(text, size)} for text in self.just_said(history)]
         said = [line["text"] for line in within_budget(lines, tokens // 3)]
         budget = tokens - sum(count_tokens(text) + 2 for text in said)
