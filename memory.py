@@ -184,8 +184,7 @@ def now() -> str:
 
 def long_date(time: str) -> str:
     """Return the date of a time in ISO 8601 in words, such as 7 May 2023."""
-    date = datetime.fromisoformat(time)
-    return f"{date.day} {date:%B %Y}"
+    return f"{datetime.fromisoformat(time):%-d %B %Y}"
 
 
 # --- Files ---
@@ -195,8 +194,7 @@ def normal_name(name: str) -> str:
     """Return a user's name in the one form that folders, locks and tokens use, or ValueError."""
     name = unicodedata.normalize("NFC", name.strip())
     # Not str.isprintable(): that refuses joined emoji.
-    bad = re.search(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]", name)
-    if bad or len(name) > 128 or not name.strip("."):
+    if not re.fullmatch(r"(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", name):
         rule = "a name has 1 to 128 characters, no slashes, control characters"
         raise ValueError(f"{rule} or surrogates, and not only dots")
     return name
@@ -715,9 +713,7 @@ class UserFiles:
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
         newest = self.transcript(session_id)
-        if newest.turns:
-            return max(map(int, newest.turns))
-        return max([newest.turn, *self.older(session_id)])
+        return max([newest.turn, *map(int, newest.turns or self.older(session_id))])
 
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
         """Return a session's turns beyond a number."""
@@ -793,14 +789,15 @@ class IndexedFiles(UserFiles):
 
     def entries(self, file: str) -> dict[int, Entry]:
         """Return what is in FACTS or MESSAGES, by the ids of its vectors there."""
+        entries: list[Entry] = []
         if file == FACTS:
-            entries = [*map(fact_entry, self.load().facts.values())]
+            for fact in self.load().facts.values():
+                day = long_date(fact["created_at"])
+                entries.append(Entry("", fact["id"], fact["text"], "", "", day))
         else:
             apart = UserFiles(self.folder)  # not by the cache, which this would fill
-            each = [
-                message_entries(id, apart.turns_after(id, 0)) for id in self.sessions()
-            ]
-            entries = [*itertools.chain(*each)]
+            for session_id in self.sessions():
+                entries += message_entries(session_id, apart.turns_after(session_id, 0))
         return {entry.vector_id(self.model): entry for entry in entries}
 
     def vectors(self, file: str) -> Vectors:
@@ -836,9 +833,8 @@ class IndexedFiles(UserFiles):
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
-        stamps = [stamp(self.folder / file) for file in ("memory.json", FACTS)]
-        size = sum(of_file[1] for of_file in stamps if of_file)
-        made_of = stamps, size, self.model
+        files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
+        made_of = files, sum(each[1] for each in files if each), self.model
         index = self.cache.get(self.folder, made_of)
         if index is None:
             index = self.cache.keep(self.folder, made_of, self.index(FACTS))
@@ -859,10 +855,6 @@ class IndexedFiles(UserFiles):
                 exchanges.append((session_id, turns))
                 shown |= {(session_id, turn["turn"]) for turn in turns}
         return exchanges
-
-
-def fact_entry(fact: Fact) -> Entry:
-    return Entry("", fact["id"], fact["text"], "", "", long_date(fact["created_at"]))
 
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
