@@ -814,15 +814,12 @@ class IndexedFiles(UserFiles):
 
     def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
         """Add vectors to a file, and drop those whose entries are gone."""
-        vectors = self.vectors(file) | new
+        entries, vectors = self.entries(file), self.vectors(file) | new
         # Vectors of another size than the newest were made by a model of the same name.
         size = len(next(reversed(vectors.values()), ()))
-        ids = [id for id in self.entries(file) if len(vectors.get(id, ())) == size > 0]
-        if ids:
-            kept = Vectors({id: vectors[id] for id in ids})
-            self.cache.write(self.folder / file, Vectors, kept.dump())
-        else:
-            (self.folder / file).unlink(missing_ok=True)
+        same = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
+        if same:
+            self.cache.write(self.folder / file, Vectors, Vectors(same).dump())
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
