@@ -270,8 +270,7 @@ class FileCache:
         current = stamp(path)
         if current is None:
             return kind()
-        value = self.get(path, current)
-        if value is not None:
+        if (value := self.get(path, current)) is not None:
             return value
         for _ in range(2):  # what another machine writes may not be here whole at first
             with suppress(ValueError, LookupError, TypeError, AttributeError):
