@@ -828,6 +828,7 @@ class IndexedFiles(UserFiles):
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
         files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
+        # As in a stamp, the second is the size.
         made_of = files, sum(each[1] for each in files if each), self.model
         index = self.cache.get(self.folder, made_of)
         if index is None:
