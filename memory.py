@@ -279,9 +279,10 @@ class FileCache:
             set_aside(path)
         return self.load(path, kind)
 
-    def write(self, path: Path, kind: type[Kind], content: bytes) -> None:
+    def write(self, path: Path, value: Kind) -> None:
         """Replace a file; ValueError: it could not be read again."""
-        value = kind.parse(content)
+        content = value.dump()
+        value = value.parse(content)
         replace_file(path, content)
         self.keep(path, stamp(path), value)
 
@@ -588,11 +589,12 @@ class Transcript:
         return parsed
 
     def tables(self) -> dict[str, dict[str, Any]]:
+        """Return them as TinyDB has them."""
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": self.turns, "summary": {"1": summary}}
 
     def dump(self) -> bytes:
-        return pydantic_core.to_json(self.tables())
+        return pydantic_core.to_json(self.tables())  # in a third of the time json takes
 
     def unfolded(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
@@ -613,8 +615,7 @@ class TranscriptStorage(Storage):
         return self.cache.load(self.path, Transcript).tables()
 
     def write(self, data: Any) -> None:
-        # In a third of the time that json takes
-        self.cache.write(self.path, Transcript, pydantic_core.to_json(data))
+        self.cache.write(self.path, Transcript(data["turns"], **data["summary"]["1"]))
 
 
 @dataclass(frozen=True)
@@ -677,7 +678,10 @@ class UserFiles:
         self.model = model  # that makes vectors
 
     def load(self, name: str = "") -> State:
-        """Return the facts' file; begin it where there is none; NotFound: there is no folder."""
+        """Return the facts' file; where it is missing or damaged, begin it, all sessions unlearned.
+
+        NotFound: there is no folder.
+        """
         state = self.cache.load(self.folder / "memory.json", State)
         if state.id:
             return state
@@ -689,7 +693,7 @@ class UserFiles:
         return self.write(State(name, uuid.uuid4().hex))
 
     def write(self, state: State) -> State:
-        self.cache.write(self.folder / "memory.json", State, state.dump())
+        self.cache.write(self.folder / "memory.json", state)
         return state
 
     def sessions(self) -> list[str]:
@@ -769,7 +773,7 @@ class UserFiles:
             path = self.path(session_id, max(map(int, older)))
             if self.cache.load(path, Transcript).turns not in ({}, older):
                 set_aside(path)
-            self.cache.write(path, Transcript, Transcript(older).dump())
+            self.cache.write(path, Transcript(older))
             table.remove(doc_ids=map(int, older))
         table.insert(Document(row, doc_id=number))
 
@@ -816,7 +820,7 @@ class IndexedFiles(UserFiles):
         size = len(next(reversed(vectors.values()), ()))
         same = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if same:
-            self.cache.write(self.folder / file, Vectors, Vectors(same).dump())
+            self.cache.write(self.folder / file, Vectors(same))
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
@@ -972,7 +976,7 @@ class FactStore:
                 # Not by Mem0: its metadata update would make a row of history.
                 often, seen = twin["frequency"] + 1, max(seen, twin["last_seen_at"])
                 facts[twin["id"]] = {**twin, "frequency": often, "last_seen_at": seen}
-            elif id:  # by its own tool; else a weak model took one fact for another
+            elif id:  # the turn's own tool has stored it already, in place of this one
                 self.mem0.delete(id)
             return
         new = {name: operation[name] for name in ("kind", "importance")}
@@ -1893,7 +1897,7 @@ class Learner:
             newest = files.transcript(session_id)
             if newest.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
                 new = replace(newest, summary=cut(summary, 8000), turn=old[-1]["turn"])
-                files.cache.write(files.path(session_id), Transcript, new.dump())
+                files.cache.write(files.path(session_id), new)
 
         if summary:
             await run(user, write_summary)
