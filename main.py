@@ -793,21 +793,19 @@ class Endpoint:
         if response.status < 300:
             return response
         failure = refusal(response.status, await response.text(errors="replace"))
-        if failure.code != "upstream_rejected":
-            raise failure
-        cause = failure.cause.lower()
-        named = [part for part, names in PARTS.items() if re.search(names, cause)]
-        helpful = [part for part in named if without(body, part) != body]
+        cause, rejected = failure.cause.lower(), failure.code == "upstream_rejected"
+        named = [part for part in PARTS if rejected and re.search(PARTS[part], cause)]
         if named:
             failure.detail += f" It speaks of {named[0]}."
-        if not helpful:
+        part = next((part for part in named if without(body, part) != body), "")
+        if not part:
             raise failure
-        response = await self.send(path, without(body, helpful[0]), given, silence)
+        response = await self.send(path, without(body, part), given, silence)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
-        odd = body.get("tool_choice") == "none" or any(part in cause for part in given)
+        odd = body.get("tool_choice") == "none" or any(name in cause for name in given)
         if not odd:
-            log.warning("the endpoint refuses %s: left out for ten minutes", helpful[0])
-            self.unsupported[helpful[0]] = now + 600
+            log.warning("the endpoint refuses %s: left out for ten minutes", part)
+            self.unsupported[part] = now + 600
         return response
 
     async def look(self, max_age: float = 0) -> None:
