@@ -68,7 +68,7 @@ class Settings(memory.Settings):
     openai_base_url: Url | None = None  # OpenAI itself
     openai_api_key: Key = ""
     chat_model: str = ""  # empty, here and below: the endpoint's first
-    chat_extra_body: Json | pydantic.Json[Json] = field(default_factory=dict)
+    chat_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
     embedding_base_url: Url | None = None  # as for chat
     embedding_api_key: Key = ""
@@ -89,8 +89,7 @@ try:
     settings = Settings(**{name: text for name, text in given.items() if text})
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
-    # Of a setting that may have two forms there are two errors; the last is about JSON.
-    wrong = error.errors()[-1]
+    wrong = error.errors()[0]
     raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None

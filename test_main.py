@@ -1098,7 +1098,8 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
     known |= {"OPENAI_API_KEY": "c", "EMBEDDING_API_KEY": "e", "RERANK_API_KEY": "r"}
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
     with Server(StandIn()) as one, Server(StandIn()) as two:
-        known |= {"CHAT_EXTRA_BODY": extra, "EMBEDDING_BASE_URL": f"{one.url}/v1"}
+        known |= {"CHAT_EXTRA_BODY": json.dumps(extra)}
+        known["EMBEDDING_BASE_URL"] = f"{one.url}/v1"
         with start(**known, RERANK_BASE_URL=f"{two.url}/v1") as chat:
             teach(chat, model, PLACES)
             assert not two.app.ranked  # all facts are hints
