@@ -430,20 +430,20 @@ class AgentRun:
                 done["tool_calls"] = calls
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
-        silent = False
         for rounds in range(1, settings.max_rounds + 1):
             repeated = max(self.seen.values(), default=0) > 2
             capped = repeated or rounds == settings.max_rounds
-            if calls := await self.ask("none" if capped or silent else choice):
+            if calls := await self.ask("none" if capped else choice):
                 await self.run_calls(calls)
-                choice, silent = None, False
+                choice = None
                 continue
-            asked_again, cut = silent, done["finish_reason"] == "length"
-            silent = not cut and bool(NO_ANSWER.fullmatch(done["response"]))
+            cut = done["finish_reason"] == "length"
+            silent = not cut and NO_ANSWER.fullmatch(done["response"])
             if silent:
                 self.take_back()
-            if asked_again or capped or not silent:
+            if capped or choice == "none" or not silent:
                 break
+            choice = "none"
         if silent:
             good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
             self.say("token", good[-1] if good else SORRY)
