@@ -694,11 +694,10 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
             value = pydantic_core.from_json(part + forgotten)
             items += value if isinstance(value, list) else [value]
         for item in items:
-            given = item["arguments" if "arguments" in item else "parameters"]
-            written = given if isinstance(given, str) else json.dumps(given)
-            if item["name"] not in functions or parse_arguments(written) is None:
+            arguments = item["arguments" if "arguments" in item else "parameters"]
+            if item["name"] not in functions:
                 return []
-            calls.append({"function": {"name": item["name"], "arguments": written}})
+            calls.append({"function": {"name": item["name"], "arguments": arguments}})
         return calls
     return []
 
