@@ -286,24 +286,20 @@ class OpenAIStream(EventStream):
         message: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
             message["content"] = done["response"] or None
-            return self.encode_choice(message, reason, done["usage"])
+            return self.encode_choice(message, reason, usage=done["usage"])
         for n, call in enumerate(calls):
             call["index"] = n
         last = self.encode_choice(message, reason)
         if self.usage:
-            last += self.encode_result({"choices": [], "usage": done["usage"]})
+            last += self.encode_choice({}, choices=[], usage=done["usage"])
         return last + b"data: [DONE]\n\n"
 
-    def encode_choice(
-        self, message: Json, reason: Any = None, usage: Any = None
-    ) -> bytes:
+    def encode_choice(self, message: Json, reason: Any = None, **more: Any) -> bytes:
         part = "delta" if self.stream else "message"
         choice = {"index": 0, part: self.opening | message, "finish_reason": reason}
         self.opening = {}
-        return self.encode_result({"choices": [choice], "usage": usage})
-
-    def encode_result(self, result: Json) -> bytes:
-        body = to_json(self.about | {"model": self.endpoint.model} | result)
+        result = {"model": self.endpoint.model, "choices": [choice], "usage": None}
+        body = to_json(self.about | result | more)
         return b"data: %b\n\n" % body if self.stream else body
 
     def encode_error(self, code: str, message: str) -> bytes:
@@ -350,10 +346,8 @@ class AgentRun:
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
         failure = Failure("upstream_unavailable", detail="The turn was stopped.")
-        user, session = self.request.user, self.request.session
-        begun: Any = nullcontext()
-        if session:
-            begun = self.service.memory.turn(user, session)
+        session, begin = self.request.session, self.service.memory.turn
+        begun: Any = begin(self.request.user, session) if session else nullcontext()
         try:
             async with begun as turn:
                 await self.run_saved(turn)
