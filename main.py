@@ -448,7 +448,6 @@ class AgentRun:
         """Ask the model once, with a `tool_choice`; stream what it says, return its calls."""
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
-        done["response"] = ""
         request = self.prompt | {"model": await chat.discover(), "stream": True}
         request["stream_options"] = {"include_usage": True}
         if choice:
@@ -626,10 +625,10 @@ class ReplyParser:
         if self.thinking is None:
             text = text.lstrip()
             if "<think>".startswith(text):
-                self.held, text = text, ""
-            else:
-                self.thinking = text.startswith("<think>")
-                text = text.removeprefix("<think>")
+                self.held = text
+                return
+            self.thinking = text.startswith("<think>")
+            text = text.removeprefix("<think>")
         if self.thinking:
             thought, tag, text = text.partition("</think>")
             whole = thought if tag else HALF_TAG.sub("", thought)
