@@ -1002,10 +1002,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         start_log.error("Nothing can be learned in a context below 2048 tokens.")
     await service.memory.open()
     yield
-    turns = [events.task for events in service.running]
-    for turn in turns:  # each is saved
-        turn.cancel()
-    await asyncio.gather(*turns, return_exceptions=True)
+    for events in service.running:  # each is saved
+        events.task.cancel()
+    await asyncio.gather(*[e.task for e in service.running], return_exceptions=True)
     await service.memory.close()
     for endpoint in service.endpoints.values():
         await endpoint.http.close()

@@ -33,16 +33,15 @@ def tool(function: Callable) -> Callable:
 def schema(function: Any) -> dict[str, Any]:
     """Return the OpenAI tool schema of a function; one dict for all callers, read only."""
     plain = getattr(function, "__func__", function)  # a method would keep its object
-    if plain in SCHEMAS:
-        return SCHEMAS[plain]
-    name, description = function.__name__, inspect.getdoc(function)
-    if not description:
-        raise ValueError(f"{name} needs a docstring")
-    takes = TypeAdapter(function).json_schema()
-    for parameter in takes["properties"].values():
-        parameter.pop("title", None)  # says "Timezone" beside timezone
-    described = {"name": name, "description": description, "parameters": takes}
-    SCHEMAS[plain] = {"type": "function", "function": described}
+    if plain not in SCHEMAS:
+        name, description = function.__name__, inspect.getdoc(function)
+        if not description:
+            raise ValueError(f"{name} needs a docstring")
+        takes = TypeAdapter(function).json_schema()
+        for parameter in takes["properties"].values():
+            parameter.pop("title", None)  # says "Timezone" beside timezone
+        described = {"name": name, "description": description, "parameters": takes}
+        SCHEMAS[plain] = {"type": "function", "function": described}
     return SCHEMAS[plain]
 
 
