@@ -1030,7 +1030,7 @@ def require_token(app: ASGIApp) -> ASGIApp:
         scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
         key = settings.api_key.encode()
         scope["is_key"] = hmac.compare_digest(token.encode("latin-1"), key)
-        # `authorize` checks whose token it is, once the route knows the user.
+        # `owner` checks whose token it is, once the route knows the user.
         formed = scope["is_key"] or re.fullmatch("[0-9a-f]{64}", token)
         if settings.api_key and not formed and scope["path"] not in OPEN:
             bearer = {"WWW-Authenticate": "Bearer"}
@@ -1094,26 +1094,22 @@ for kind in (RequestValidationError, HTTPException, NotFound, OSError):
 # Every route depends on one of key_holder, owner, chat_body and completion_body.
 
 
-def authorize(request: Request, user_id: str) -> None:
+async def owner(request: Request, user_id: UserName) -> str:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
     token, key = request.scope["token"], settings.api_key.encode()
     if key and not request.scope["is_key"]:
         own = hmac.digest(key, user_id.encode(), "sha256").hex()
         if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
-
-
-async def key_holder(request: Request) -> None:
-    authorize(request, "")
-
-
-async def owner(request: Request, user_id: UserName) -> str:
-    authorize(request, user_id)
     return user_id
 
 
+async def key_holder(request: Request) -> None:
+    await owner(request, "")
+
+
 async def chat_body(request: Request, body: ChatRequest) -> ChatRequest:
-    authorize(request, body.user_id)
+    await owner(request, body.user_id)
     return body
 
 
@@ -1124,7 +1120,7 @@ async def completion_body(request: Request, body: CompletionRequest) -> Any:
         body.user = user and memory.normal_name(user)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
-    authorize(request, body.user)
+    await owner(request, body.user)
     return body
 
 
