@@ -672,31 +672,27 @@ def parse_arguments(text: str) -> Json | None:
     return arguments if isinstance(arguments, dict) else None
 
 
-# What models put around calls that they write into their text
-MARKS = re.compile(r"</?tool_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>")
-
-
 def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
     """Return the calls that a text consists of, as pieces; none where it is anything else."""
-    calls: list[Json] = []
+    # What models put around calls that they write into their text
+    marks = r"</?tool_call>|```\w*|\[TOOL_CALLS\]|<\|python_tag\|>"
+    items: list[Any] = []
     with suppress(ValueError, TypeError, LookupError):  # it is anything else
-        items: list[Any] = []
-        for part in filter(str.strip, MARKS.split(text)):
+        for part in filter(str.strip, re.split(marks, text)):
             # Small models forget the last bracket of a list.
             forgotten = "]" * (part.count("[") - part.count("]"))
             value = pydantic_core.from_json(part + forgotten)
             items += value if isinstance(value, list) else [value]
         for item in items:
-            arguments = item["arguments" if "arguments" in item else "parameters"]
-            if item["name"] not in functions:
-                return []
-            calls.append({"function": {"name": item["name"], "arguments": arguments}})
-        return calls
+            item["arguments"] = item[
+                "arguments" if "arguments" in item else "parameters"
+            ]
+        if all(item["name"] in functions for item in items):
+            return [{"function": item} for item in items]
     return []
 
 
 # --- The endpoint ---
-
 
 MISSHAPEN = (TypeError, AttributeError, LookupError)  # of an answer, or our own fault
 BROKEN = (aiohttp.ClientError, OSError, ValueError, *MISSHAPEN)
