@@ -341,7 +341,6 @@ class AgentRun:
         self.steps: list[str] = []  # of the plan, as it stands
         self.usage: Counter[str] = Counter()  # summed over the rounds
         self.done: Json = {"response": "", "turn": 0, "rounds": 0}  # the event
-        self.done |= {"finish_reason": "", "usage": None}
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
@@ -561,9 +560,6 @@ def around_history(history: list[Message], block: str) -> list[Message]:
     return [memory.message("system", "\n\n".join([SYSTEM, *own])), *rest]
 
 
-HALF_TAG = re.compile(r"<(/t?h?i?n?k?)?$")  # of </think>
-
-
 class ReplyParser:
     """One answer of the model while it streams: text, thinking and calls told apart.
 
@@ -631,7 +627,7 @@ class ReplyParser:
             text = text.removeprefix("<think>")
         if self.thinking:
             thought, tag, text = text.partition("</think>")
-            whole = thought if tag else HALF_TAG.sub("", thought)
+            whole = thought if tag else re.sub("<(/t?h?i?n?k?)?$", "", thought)
             self.say("thinking", whole)
             self.held = thought[len(whole) :]
             if tag:
@@ -953,8 +949,7 @@ class Service:
         # As base64 it takes a sixth off a chat's CPU; but some send numbers.
         body = {"model": model, "input": texts, "encoding_format": "base64"}
         found = (await endpoint.ask("embeddings", body))["data"]
-        found.sort(key=lambda row: row["index"])
-        sent = [row["embedding"] for row in found]
+        sent = [v["embedding"] for v in sorted(found, key=lambda row: row["index"])]
         return [
             np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else v
             for v in sent
