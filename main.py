@@ -374,7 +374,7 @@ class AgentRun:
             raise
         finally:
             # A client that runs its own tools comes back with their results.
-            if turn and "tool_calls" not in self.done:
+            if turn and not self.done.get("tool_calls"):
                 self.done["turn"] = turn.number
                 about |= {"rounds": self.done["rounds"], "tools": self.calls}
                 await turn.save(request.text, self.done["response"], status, **about)
@@ -419,8 +419,7 @@ class AgentRun:
         """
         done = self.done
         if "tools" in self.request.options:  # calls of a client's own are not run here
-            if calls := await self.ask(None):
-                done["tool_calls"] = calls
+            done["tool_calls"] = await self.ask(None)
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
@@ -507,8 +506,8 @@ class AgentRun:
         reply = {"role": "assistant", "content": text or None, "tool_calls": calls}
         messages.append(reply)
         for call, result in zip(calls, results):
-            answer = {"role": "tool", "content": result["content"]}
-            messages.append(answer | {"tool_call_id": call["id"]})
+            messages.append(memory.message("tool", result["content"]))
+            messages[-1]["tool_call_id"] = call["id"]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = settings.max_rounds - self.done["rounds"]
@@ -925,8 +924,7 @@ class Service:
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
         model = await self.chat.discover()
-        context = await self.chat.context()
-        self.memory.learner.context_tokens = context
+        self.memory.learner.context_tokens = context = await self.chat.context()
         request = {
             "model": settings.memory_model or model,
             "messages": messages,
@@ -988,8 +986,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.memory.embedder.model = embedder.model
     else:
         start_log.warning(NO_EMBEDDINGS)
-    service.memory.learner.context_tokens = await service.chat.context()
-    if service.memory.learner.context_tokens < 2048:
+    service.memory.learner.context_tokens = context = await service.chat.context()
+    if context < 2048:
         start_log.error("Nothing can be learned in a context below 2048 tokens.")
     await service.memory.open()
     yield
@@ -1060,9 +1058,8 @@ async def on_error(request: Request, error: Any) -> Response:
         first, sent = found[0], request.headers.get("Content-Type", "")
         if first["loc"] == ("body",) and "json" not in sent:
             first["msg"] = "Send it with the header Content-Type: application/json"
-        error = HTTPException(422, found)
-        if openai_face:
-            error.detail = f"{first['loc'][-1]}: {first['msg']}"
+        said = f"{first['loc'][-1]}: {first['msg']}"
+        error = HTTPException(422, said if openai_face else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
     elif isinstance(error, OSError):
@@ -1080,9 +1077,6 @@ async def on_error(request: Request, error: Any) -> Response:
 
 for kind in (RequestValidationError, HTTPException, NotFound, OSError):
     app.add_exception_handler(kind, on_error)
-
-
-# Every route depends on one of key_holder, owner, chat_body and completion_body.
 
 
 async def owner(request: Request, user_id: UserName) -> str:
