@@ -295,6 +295,7 @@ class OpenAIStream(EventStream):
         return last + b"data: [DONE]\n\n"
 
     def encode_choice(self, message: Json, reason: Any = None, **more: Any) -> bytes:
+        """Return a result with one choice; `more` stands in place of its other fields."""
         part = "delta" if self.stream else "message"
         choice = {"index": 0, part: self.opening | message, "finish_reason": reason}
         self.opening = {}
@@ -438,7 +439,7 @@ class AgentRun:
             choice = "none"
         if silent:
             good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
-            self.say("token", good[-1] if good else SORRY)
+            self.say("token", [SORRY, *good][-1])
         if capped and done["finish_reason"] == "stop" and rounds > 1:
             done["finish_reason"] = "max_rounds"
 
