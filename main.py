@@ -909,11 +909,11 @@ class Service:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
         self.running = [e for e in self.running if not (e.closed and e.task.done())]
-        most, others = settings.max_concurrent_turns, [e.request for e in self.running]
+        most = settings.max_concurrent_turns
         user, session = events.request.user, events.request.session
-        sessions = [other.session for other in others if other.user == user]
+        sessions = [e.request.session for e in self.running if e.request.user == user]
         if (
-            len(others) >= most
+            len(self.running) >= most
             or (user and len(sessions) >= max(1, most // 4))
             or (session and sessions.count(session) > MAX_WAITING)
         ):
