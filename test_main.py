@@ -1097,9 +1097,9 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
     known = {name: name.lower() if named else "" for name in models}
     known |= {"OPENAI_API_KEY": "c", "EMBEDDING_API_KEY": "e", "RERANK_API_KEY": "r"}
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 12}
+    known["CHAT_EXTRA_BODY"] = json.dumps(extra)
     with Server(StandIn()) as one, Server(StandIn()) as two:
-        known |= {"CHAT_EXTRA_BODY": json.dumps(extra)}
-        known["EMBEDDING_BASE_URL"] = f"{one.url}/v1"
+        known |= {"EMBEDDING_BASE_URL": f"{one.url}/v1"}
         with start(**known, RERANK_BASE_URL=f"{two.url}/v1") as chat:
             teach(chat, model, PLACES)
             assert not two.app.ranked  # all facts are hints
@@ -1108,11 +1108,8 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
         for server, key in ((model, b"c"), (one.app, b"e"), (two.app, b"r")):
             assert {h[b"authorization"] for h in server.headers} == {b"Bearer " + key}
         assert one.app.embedded and not model.embedded and not model.ranked
-    request, learning, ranking = (
-        model.requests[0],
-        model.learnings[0],
-        two.app.ranked[0],
-    )
+    request, learning = model.requests[0], model.learnings[0]
+    ranking = two.app.ranked[0]
     wanted = (
         ["chat_model", "memory_model", "rerank_model"] if named else ["stand-in"] * 3
     )
