@@ -568,9 +568,9 @@ class ReplyParser:
     """
 
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
-        self.say, self.room = say, max_bytes  # left for text, thinking, arguments
+        self.say, self.bytes_left = say, max_bytes  # of text, thinking, arguments
         self.held = self.finish_reason = ""
-        # Between <think> and </think>; None: nothing was said outside of them yet
+        # In a thought; None: at the start or behind one, where another may begin
         self.thinking: bool | None = None
         self.calls: list[Json] = []
         self.usage: Json = {}
@@ -586,7 +586,7 @@ class ReplyParser:
                     break
                 if data:
                     self.feed(pydantic_core.from_json(data))
-                if self.room < 0:
+                if self.bytes_left < 0:
                     self.finish_reason = "length"
                     break
             async with asyncio.timeout(0.1):  # read whole, a connection is used again
@@ -594,7 +594,7 @@ class ReplyParser:
         except Exception:
             if not self.finish_reason:  # else nothing is missing
                 raise
-        if not self.finish_reason:  # but it was there
+        if not self.finish_reason:  # it has answered, and so counts as reachable
             raise RejectedRequest("upstream_unavailable", "the answer broke off")
         self.say("thinking" if self.thinking else "token", self.held)
 
@@ -606,7 +606,7 @@ class ReplyParser:
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = text_of(delta) or delta.get("refusal") or ""
-        self.room -= len((thought + text).encode())
+        self.bytes_left -= len((thought + text).encode())
         self.say("thinking", thought)
         if text:
             self.add_text(text)
@@ -642,7 +642,7 @@ class ReplyParser:
         id, name = piece.get("id") or "", function.get("name")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
-        self.room -= len(text)
+        self.bytes_left -= len(text)
         calls = self.calls
         if index is not None:
             calls = [call for call in calls if call["index"] in (None, index)]
@@ -680,9 +680,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
             value = pydantic_core.from_json(part + forgotten)
             items += value if isinstance(value, list) else [value]
         for item in items:
-            item["arguments"] = item[
-                "arguments" if "arguments" in item else "parameters"
-            ]
+            key = "arguments" if "arguments" in item else "parameters"
+            item["arguments"] = item[key]
         if all(item["name"] in functions for item in items):
             return [{"function": item} for item in items]
     return []
@@ -738,7 +737,7 @@ class Endpoint:
         for last in (False, True):
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
-                    self.failure = None  # now: who reads may leave before the end
+                    self.failure = None  # here: a client may leave before it is read
                     return await (
                         reply.read(answer) if reply else answer.json(content_type=None)
                     )
@@ -794,7 +793,7 @@ class Endpoint:
     async def look(self, max_age: float = 0) -> None:
         """Look for the models there, and the size of their contexts.
 
-        Who comes within `max_age` seconds, or waits meanwhile, uses its result.
+        At most once in `max_age` seconds; who comes meanwhile shares its result.
         """
         asked = time.monotonic()
         async with self.looking:

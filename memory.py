@@ -1352,11 +1352,11 @@ def schema(name: str, properties: Row) -> Row:
     return {"name": name, "strict": True, "schema": form}
 
 
-def operations_schema(known: int) -> Row:
-    """Return the schema of an answer that may name so many known facts."""
-    # Where nothing is known, a weak model would update it all the same.
-    ops = FIELDS["op"] if known else {"type": "string", "enum": ["add"]}
-    ids = FIELDS["id"] | {"enum": [*range(known), None]}
+def operations_schema(shown: int) -> Row:
+    """Return the schema of an answer that may name so many shown facts."""
+    # Where nothing is shown, a weak model would update it all the same.
+    ops = FIELDS["op"] if shown else {"type": "string", "enum": ["add"]}
+    ids = FIELDS["id"] | {"enum": [*range(shown), None]}
     items = schema("operation", FIELDS | {"op": ops, "id": ids})["schema"]
     # An empty list is what a weak model writes when it is confused.
     operations = {"type": "array", "minItems": 1, "items": items}
