@@ -1063,8 +1063,10 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 @functools.lru_cache(maxsize=20_000)  # all facts are compared with each new one
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
-    # No little words: "IT", "US", the A of a blood type
-    text = re.sub(r"\b(?!I\b)[A-Z]{1,2}\b", r"\g<0>\g<0>", text)
+    # In capitals they are no little words: "IT", "US", the A of a blood type.
+    for capitals in {*re.findall(r"\b[A-Z]{1,2}\b", text)} - {"I"}:
+        if capitals.lower() in little:
+            text = re.sub(rf"\b{capitals}\b", capitals * 2, text)
     return [stem(word) for word in split_words(text) if word not in little]
 
 

@@ -1658,7 +1658,7 @@ User likes cats ≠ User does not like cats | User likes cats ≠ User doesn't l
 User has 2 children ≠ User has 3 children | User lives in Lyon ≠ User lives in Paris | User lives in Lyon ≠ User lived in Lyon | User likes C++ ≠ User likes C#
 User moved from Lyon to Paris ≠ User moved from Paris to Lyon | Ann likes Bob ≠ Bob likes Ann
 User's sister Ann is a nurse ≠ User's sister Eva is a nurse | User was a nurse ≠ User is a nurse
-User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pays 15 a month | User's blood type is A ≠ User's blood type is O
+User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pays 15 a month | User's blood type is A ≠ User's blood type is O | User has a TV = User has a tv
 用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है | User ≠ The user
 """
 # fmt: on
