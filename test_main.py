@@ -884,7 +884,7 @@ def test_a_client_that_leaves_stops_the_model_and_its_turn_is_kept(chat, model, 
     with streamed(chat, "I like tea.") as events:
         assert until(events, "token" if said else "memory")
         wait_for(lambda: model.requests)
-    wait_for(lambda: model.closed == 1)
+    wait_for(lambda: model.closed == 1 and chat.turns())
     chat.learned()
     [turn] = chat.turns()
     assert (turn["status"], turn["response"]) == ("interrupted", said)
