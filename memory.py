@@ -263,7 +263,7 @@ class FileCache:
     def __init__(self) -> None:
         self.kept: dict[Path, tuple[Any, Any]] = {}  # stamp and value, by last use
         self.size = 0  # of them all, in bytes
-        self.lock = threading.Lock()  # threads of several users come here
+        self.lock = threading.RLock()  # threads of several users come here
 
     def load(self, path: Path, kind: type[Kind]) -> Kind:
         """Return what a file holds; an empty one: there is none, or it was damaged."""
@@ -303,8 +303,9 @@ class FileCache:
         return value
 
     def forget(self, path: Path) -> None:
-        if path in self.kept:
-            self.size -= self.kept.pop(path)[0][1] + 2000
+        with self.lock:
+            if path in self.kept:
+                self.size -= self.kept.pop(path)[0][1] + 2000
 
 
 async def to_the_end(work: "asyncio.Future[T]") -> T:
@@ -783,6 +784,7 @@ class UserFiles:
             for pattern in patterns:
                 for path in sorted(self.folder.glob(pattern)):
                     path.unlink()
+                    self.cache.forget(path)
 
 
 class IndexedFiles(UserFiles):

@@ -1259,6 +1259,7 @@ def test_sessions_are_listed_read_and_deleted(chat):
     assert one.json() == {"session_id": A, "summary": "", "turns": [turn]}
     assert turn["response"] == said
     chat.delete(f"/users/ann/sessions/{A}")
+    assert not [path for path in chat.service.memory.cache.kept if A in path.name]
     assert chat.session().status_code == 404
     assert not list((chat.folder / "ann").glob(f"*{A}*"))
     assert chat.facts() == ["User likes tea."] and len(chat.turns(B)) == 1
