@@ -1057,12 +1057,11 @@ def fact_score(fact: Fact, at: datetime) -> float:
 
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact that says the same already, but for inflection and little words."""
-    words = content_words(text)
-    same = (f for f in facts.values() if content_words(f["text"]) == words != [])
+    words = fact_words(text)
+    same = (fact for fact in facts.values() if fact_words(fact["text"]) == words != [])
     return next(same, None)
 
 
-@functools.lru_cache(maxsize=20_000)  # all facts are compared with each new one
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
     # In capitals they are no little words: "IT", "US", the A of a blood type.
@@ -1070,6 +1069,10 @@ def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
         if capitals.lower() in little:
             text = re.sub(rf"\b{capitals}\b", capitals * 2, text)
     return [stem(word) for word in split_words(text) if word not in little]
+
+
+# Kept, as all facts are compared with each new one; but not of queries, which may be long.
+fact_words = functools.lru_cache(maxsize=20_000)(content_words)
 
 
 def stem(word: str) -> str:
@@ -1819,7 +1822,7 @@ class Learner:
         messages, room = learning_prompt(self.context_tokens)
         if smaller == 2:
             messages, room = messages[:1], 0
-        shown = await self.facts_to_show(user, state, batch, room // 6)
+        shown = await self.facts_to_show(user, state, batch, room // 6) if room else []
         texts, rows = [fact["text"] for fact in shown], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
         request = await in_thread(learning_request, texts, rows, room)
@@ -1866,10 +1869,10 @@ class Learner:
         settings = self.memory.settings
 
         def apply_all(store: FactStore, files: UserFiles) -> bool:
-            state, waiting = files.load_unlearned()
+            _, waiting = files.load_unlearned()
             if any(turn not in waiting for turn in batch):
                 return False  # deleted, or learned by somebody else
-            if {one["id"] for one in operations if "id" in one} - {*state.facts}:
+            if {one["id"] for one in operations if "id" in one} - {*store.state.facts}:
                 return False  # one was deleted meanwhile: these turns are learned anew
             for operation in operations:
                 store.apply(operation)
