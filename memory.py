@@ -7,7 +7,7 @@ before anyone hears of it and learned afterwards, in the background, by one call
     import asyncio
     from memory import Memory
 
-    async def complete(messages, schema):  # ask your model for JSON that fits `schema`
+    async def complete(messages, schema):  # ask your model; schema: see Memory
         return '{"operations": []}'
 
     async def main():
@@ -15,6 +15,7 @@ before anyone hears of it and learned afterwards, in the background, by one call
         await memory.open()
         async with memory.turn("Ann", "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b") as turn:
             hints = await turn.hints("What tools do I use?")
+            prompt = turn.fit_context("You are helpful.", hints, limit=6000)  # tokens
             await turn.save("What tools do I use?", "Shram and Magnet.")
         await memory.close()
 
@@ -105,7 +106,7 @@ Status = Literal["complete", "interrupted", "error"]
 
 
 class Fact(TypedDict):
-    """One sentence about a user. A new field is NotRequired, or old files count as damaged."""
+    """One sentence about a user. A new field: NotRequired, as old files lack it, and set by `apply`."""
 
     id: str
     text: str
@@ -219,7 +220,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def durable(folder: Path) -> Iterator[None]:
-    """What is made, renamed or unlinked in a folder in this block is so after a crash, too."""
+    """Make what this block creates, renames or unlinks in a folder outlast a crash."""
     descriptor = os.open(folder, os.O_RDONLY)  # first: this fails where many are open
     try:
         yield
@@ -256,8 +257,8 @@ def set_aside(path: Path) -> None:
 class FileCache:
     """Files that are replaced whole, each parsed again only when it was changed.
 
-    What they hold, a State, a Transcript or Vectors, is never changed in place. Of what
-    was used last, so much is kept as makes CACHE_BYTES of files.
+    What they hold, a State, a Transcript or Vectors, is never changed in place. What was
+    used last is kept, up to CACHE_BYTES of files.
     """
 
     def __init__(self) -> None:
@@ -266,7 +267,7 @@ class FileCache:
         self.lock = threading.RLock()  # threads of several users come here
 
     def load(self, path: Path, kind: type[Kind]) -> Kind:
-        """Return what a file holds; an empty one: there is none, or it was damaged."""
+        """Return what a file holds; an empty value where it is missing or damaged."""
         current = stamp(path)
         if current is None:
             return kind()
@@ -280,7 +281,7 @@ class FileCache:
         return self.load(path, kind)
 
     def write(self, path: Path, value: Kind) -> None:
-        """Replace a file; ValueError: it could not be read again."""
+        """Replace a file; ValueError: the new one could not be read again."""
         content = value.dump()
         value = value.parse(content)
         replace_file(path, content)
@@ -292,7 +293,7 @@ class FileCache:
         return self.keep(path, *kept) if kept and kept[0] == stamp else None
 
     def keep(self, path: Path, stamp: Any, value: T) -> T:
-        """Keep a value and return it; forget those for it that were not used for longest."""
+        """Keep a value and return it; forget what was not used for longest, to make room."""
         with self.lock:
             self.forget(path)
             if stamp[1] < CACHE_BYTES // 2:  # else it would drive out all others
@@ -317,7 +318,7 @@ async def to_the_end(work: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        raise asyncio.CancelledError  # what has failed as well, asyncio logs
+        raise asyncio.CancelledError  # if the work failed as well, asyncio logs it
     return work.result()
 
 
@@ -346,7 +347,7 @@ class Locks:
     def open(cls, path: Path) -> "Locks":
         """Return the one for a file; RuntimeError: another event loop has it open."""
         locks = cls.opened.get(path)
-        if locks is None or locks.loop.is_closed():  # nobody has closed it
+        if locks is None or locks.loop.is_closed():  # its loop ended without `close`
             locks = cls.opened[path] = cls(path)
         if locks.loop is not asyncio.get_running_loop():
             raise RuntimeError(f"{path.parent} is open in another event loop")
@@ -393,7 +394,7 @@ class Locks:
         return True
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what waits for the disk; a cancelled caller goes on when it has ended."""
+        """Call what waits for the disk; where the caller is cancelled, it still ends first."""
         work = self.loop.run_in_executor(self.disk, function, *arguments)
         return await to_the_end(work)
 
@@ -405,7 +406,7 @@ ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
 GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
-# Words that two facts may differ in: neither negation, tense nor direction
+# In these words two facts may differ and say the same: no negation, tense or direction
 LITTLE_WORDS = """
 the a an to user users i my their they is are am be has have of in at el la los las un una
 usuario usuaria es tiene le les l une utilisateur utilisatrice est der die das ein eine nutzer
@@ -435,7 +436,7 @@ class Entry(NamedTuple):
     day: str  # in words
 
     def vector_id(self, model: str) -> int:
-        """Return 63 bits of a hash: what differs, or another model, has another vector."""
+        """Return 63 bits of a hash of the text, its place and the model."""
         content = "\0".join([model, self.session_id, str(self.key), self.text])
         digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -476,8 +477,8 @@ class Index:
         plain:    evidence = meaning + RARE * bm25 / ln(n + 2), near to its most for a word
         cut:      evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
 
-    The cut leaves nothing unless the best has GATE m, then what has FLOOR m and is at
-    most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
+    If the best has less than GATE m, the cut leaves nothing; else what has FLOOR m and is
+    at most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
     """
 
     def __init__(self, entries: list[Entry], vectors: list[np.ndarray | None]):
@@ -492,7 +493,7 @@ class Index:
         if len(present) < 3:
             return
         self.dense = flat_index(present)
-        # By their first number, or it would depend on the order of the entries.
+        # Sorted, or the sample would depend on the order of the entries.
         ordered = sorted(present.values(), key=lambda vector: vector[0])
         sample = np.stack(ordered[:: len(ordered) // 150 + 1])
         # Less half of the mean vector: what is near to everything ("Thanks!") sinks.
@@ -537,7 +538,7 @@ class Index:
 
 
 def flat_index(vectors: dict[int, np.ndarray]) -> Any:
-    """Return vectors by id as FAISS searches them, by comparing with each."""
+    """Return a FAISS index of vectors by id, which compares a query with each."""
     matrix = np.stack([*vectors.values()])
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
     index.add_with_ids(matrix, np.array([*vectors], "int64"))
@@ -590,7 +591,7 @@ class Transcript:
         return parsed
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """Return them as TinyDB has them."""
+        """Return it as TinyDB's tables."""
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": self.turns, "summary": {"1": summary}}
 
@@ -688,7 +689,7 @@ class UserFiles:
             return state
         if not self.folder.is_dir():
             raise NotFound("user")
-        with durable(self.folder):  # first, or a kill would leave them unlearned
+        with durable(self.folder):  # first, or after a kill nobody would learn them
             for session_id in self.sessions():
                 (self.folder / f"{session_id}.unlearned").touch()
         return self.write(State(name, uuid.uuid4().hex))
@@ -726,7 +727,7 @@ class UserFiles:
         return [row for row in turns.values() if row["turn"] > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
-        """Return what `load` does, and the turns that wait, as they ended; unlink stale markers."""
+        """Return what `load` does, and the turns that wait, by their end; unlink stale markers."""
         state, each = self.load(), []
         for marker in sorted(self.folder.glob("*.unlearned")):
             session_id = marker.stem
@@ -791,7 +792,7 @@ class IndexedFiles(UserFiles):
     """A user's files, and what is derived from them: vectors, and an index of the facts."""
 
     def entries(self, file: str) -> dict[int, Entry]:
-        """Return what is in FACTS or MESSAGES, by the ids of its vectors there."""
+        """Return the facts or messages that belong in a file of vectors, by vector id."""
         entries: list[Entry] = []
         if file == FACTS:
             for fact in self.load().facts.values():
@@ -834,7 +835,7 @@ class IndexedFiles(UserFiles):
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
         files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        # As in a stamp, the second is the size.
+        # Like a stamp, it has the size in second place, for `keep`.
         made_of = files, sum(each[1] for each in files if each), self.model
         index = self.cache.get(self.folder, made_of)
         if index is None:
@@ -954,7 +955,7 @@ def delete_user(files: UserFiles) -> None:
 
 
 class FactStore:
-    """What Mem0 calls its vector store, history and embedder: a state that is being changed.
+    """Mem0's vector store, history and embedder, as it sees them: a State; no vectors.
 
     Of Mem0 we take ids, `add`, `update`, `delete` and their events of history. Its own
     FAISS store filters by user after taking everybody's nearest (mem0ai/mem0 issue 6998)
@@ -1140,7 +1141,7 @@ def final_forms(
 
 
 def same_matter(text: str, fact: str, query: set[str]) -> bool:
-    """Tell whether a text may replace a fact: a word in common, and so what is whose."""
+    """Tell whether a text may replace a fact: they share a word, and the things they tell of."""
     first, _, rest = fact.partition(" ")
     # A name at the beginning is no matter ("Eva is pregnant"), a verb is ("Likes tea").
     words = key_words(rest if first.istitle() and first[-1] != "s" else fact)
@@ -1164,10 +1165,10 @@ def final_texts(text: str, time: str) -> list[str]:
 
 
 def is_said(evidence: Any, query: str) -> bool:
-    """Tell whether words stand in a query, by letters and digits: 6 of them, or all.
+    """Tell whether words stand in a query, by letters and digits; fewer than 6 must be all of it.
 
-    A Chinese or Thai letter says as much as three. What a query that turns against the
-    rules says is no evidence, nor is what it only quotes.
+    A Chinese or Thai letter counts as three. A query that turns against the rules gives no
+    evidence, nor does what it only quotes.
     """
     words, said = letters(str(evidence or "")), QUOTED.sub(" ", query)
     if re.search(OVERRIDE, query) or not words:
@@ -1178,7 +1179,7 @@ def is_said(evidence: Any, query: str) -> bool:
 
 
 def key_words(text: str) -> set[str]:
-    """Return the words by which two texts tell of the same."""
+    """Return the words that show whether two texts tell of the same."""
     return {*content_words(NO_MATTER.sub(" ", text), STOP)}
 
 
@@ -1380,7 +1381,7 @@ def message(role: str, content: Any) -> Message:
 def learning_request(facts: list[str], rows: list[Row], room: int = 0) -> Message:
     """Return the last message of a learning call, facts under the ids 0, 1, 2, ...
 
-    `room` is the number of tokens that one turn may take, 0: 500 bytes of each part.
+    `room` is the number of tokens left for facts and turns, 0: 500 bytes of each part.
     """
     # `room` bytes cost 0.4 * `room` tokens, see `prompt_tokens`.
     sizes = {"query": max(500, room), "response": max(500, min(1000, room // 3))}
@@ -1466,7 +1467,7 @@ def within_budget(facts: list[Any], budget: int) -> list[Any]:
 
 
 class Embedder:
-    """Vectors of texts: each asked for once, by all who want it meanwhile, and kept a while."""
+    """Vectors of texts: each is asked for once, shared by all who want it, and kept a while."""
 
     def __init__(self, memory: "Memory", embed: Embed | None, model: str):
         self.memory, self.embed = memory, embed
@@ -1537,12 +1538,12 @@ class Memory:
     """The memories of all users below one folder.
 
     Args:
-        complete: Answers messages in a given JSON schema, as text. Raises RequestRefused
-            where the endpoint refuses the request itself, anything else where it gave no
-            answer.
-        embed: Returns a vector for each text; None: keywords alone.
+        complete: Async. Returns the text that answers messages; its second argument is the
+            `json_schema` of OpenAI's `response_format`. Raises RequestRefused where the
+            endpoint refuses the request itself, anything else where it gave no answer.
+        embed: Async. Returns a vector for each text; None: keywords alone.
         model: Name of the embedding model; vectors of another are made again.
-        rerank: Returns position and relevance of the best of the texts, best first.
+        rerank: Async. Returns position and relevance of the best of the texts, best first.
     """
 
     locks: Locks
@@ -1593,8 +1594,8 @@ class Memory:
     ) -> T:
         """Call a function of a user's files, under the user's lock, in a thread.
 
-        On the event loop where it begins a turn of a `session` and has nothing to read:
-        with 64 turns at once, a thread costs 20 ms more. `user` names the user's folder.
+        Where it begins a turn of a `session` whose files are cached, on the event loop: with
+        64 turns at once, a thread costs 20 ms more. `user` names the user's folder.
         """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
         try:
@@ -1711,7 +1712,7 @@ class Learner:
         self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
 
     async def resume(self) -> None:
-        """Finish deletions that a kill cut off; schedule the users of whom something waits."""
+        """Finish deletions that a kill cut off; schedule the users whose turns wait."""
         waiting = await self.memory.locks.in_thread(find_markers, self.memory.folder)
         self.pending |= waiting
         for user in waiting:
@@ -1951,7 +1952,7 @@ class Turn:
         """
         self.message, settings = message, self.memory.settings
         tokens = settings.hint_tokens
-        size = min(240, tokens - 9)  # bytes: the newest alone fits the third
+        size = min(240, tokens - 9)  # bytes, so that the newest fits a third
         lines = [{"text": cut(text, size)} for text in self.just_said(history)]
         said = [line["text"] for line in within_budget(lines, tokens // 3)]
         budget = tokens - sum(count_tokens(text) + 2 for text in said)

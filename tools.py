@@ -78,12 +78,12 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         names = ", ".join(functions)
         raise ValueError(f"there is no tool '{name[:64]}'; the tools are {names}.")
     function: Any = functions[name]
-    call = TypeAdapter(function).validate_python  # which calls what it has validated
+    call = TypeAdapter(function).validate_python  # validates, and then calls
     try:
         if inspect.iscoroutinefunction(function):
             result = await call(arguments)
         else:
-            # As a generator's, a StopIteration becomes an error that a future can hold.
+            # A future cannot hold a StopIteration; a generator makes a RuntimeError of it.
             once = (call(arguments) for _ in range(1))
             result = await asyncio.to_thread(next, once)
     except ValidationError as error:
@@ -111,7 +111,7 @@ FUNCTIONS: dict[str, Callable] = {n: getattr(math, n) for n in NAMES.split()}
 FUNCTIONS |= {"abs": abs, "min": min, "max": max}
 FUNCTIONS["factorial"] = lambda number: math.factorial(min(number, 171))
 FUNCTIONS["round"] = lambda x, *digits: round(float(x) if digits else x, *digits)
-# Factor, symbol, names (lower case fits any case, which is why B comes before b).
+# Factor, symbol, names; those in lower case fit any case, so B stands before b.
 UNITS = {
     "length": """.001 mm millimetre | .01 cm centimetre | 1 m metre | 1000 km kilometre
         | .0254 in inch inches | .3048 ft foot feet | .9144 yd yard | 1609.344 mi mile
