@@ -422,7 +422,7 @@ STOP = LITTLE.union(STOP_WORDS.split())  # also what says little in a query
 # Written without spaces between words, or (Korean) with endings: searched by pairs of letters.
 UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
 # Symbols tell C++ from C# and one emoji from another.
-WORD = re.compile(r"[^\s!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿־،؛؟۔।॥‐-⁞、-〃〈-〟・]+")
+WORD = re.compile(r"[^\s\0!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿־،؛؟۔।॥‐-⁞、-〃〈-〟・]+")
 
 
 class Entry(NamedTuple):
