@@ -1006,6 +1006,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 # No openapi_url: it would be open to all, as would pages made of it.
 app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=1 << 20, openapi_url=None)
+app.router.redirect_slashes = False  # DELETE …/memories/, with no id, would delete all
 OPEN = ("/", "/health")  # paths for everybody
 OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 

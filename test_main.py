@@ -1270,7 +1270,7 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
     chat.tell("Hi!", B, "bob")
     settled(chat)
     before, [fact] = files(chat.folder), chat.memories()
-    paths = ["eve", "eve/memories"]
+    paths = ["eve", "eve/memories", "ann/memories/"]
     for user, id, session in ("bob", fact["id"], A), ("ann", B, B), ("eve", A, A):
         paths += [f"{user}/memories/{id}", f"{user}/sessions/{session}"]
     for path in paths:
