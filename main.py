@@ -855,10 +855,10 @@ PARTS = {  # of a request, which some endpoints refuse → how their errors name
     "temperature": "temperature",
     "max_tokens": "max_tokens",
     "encoding_format": "encoding_format",
-    "json_schema": "json_schema|response_format|guided|grammar|structured output",
+    "json_schema": "json.schema|response.(format|schema)|guided|grammar|structured output",
     "json_object": "json_object|response_format",
     "tool_choice": "tool.choice|function call",  # a forced one
-    "tools": "tools|tool call|tool.choice|function call",
+    "tools": "tools|tool (call|use)|tool.choice|function call",
 }
 
 

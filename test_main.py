@@ -2525,6 +2525,7 @@ def test_done_ends_an_answer_though_the_connection_stays_open(shared, picky):
 
 REFUSALS = {  # what is refused, and how it is said
     "ollama": ("tools", "registry.ollama.ai/library/gemma:2b does not support tools"),
+    "openrouter": ("tools", "No endpoints found that support tool use."),
     "usage": ("stream_options", "Unrecognized request argument: stream_options"),
 }
 FORCED = {"type": "function", "function": {"name": "plan"}}
@@ -2558,7 +2559,8 @@ def test_what_is_refused_while_learning_is_left_out_for_all(start, model, caplog
     def refuse(request):
         form = (request.get("response_format") or {}).get("type")
         if form:
-            return f"response_format: {form} is unknown"
+            named = "schema" if form == "json_schema" else "format"  # as Gemini does
+            return f"Unknown name at 'generation_config.response_{named}'"
         known = [part for part in ("temperature", "max_tokens") if part in request]
         return known and f"Unsupported parameter: '{known[0]}'"
 
