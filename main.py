@@ -631,7 +631,7 @@ class ReplyParser:
             text = text.removeprefix("<think>")
         if self.thinking:
             thought, tag, text = text.partition("</think>")
-            whole = thought if tag else re.sub("<(/t?h?i?n?k?)?$", "", thought)
+            whole = thought if tag else re.sub(r"<(/t?h?i?n?k?)?\Z", "", thought)
             self.say("thinking", whole)
             self.held = thought[len(whole) :]
             if tag:

@@ -2462,7 +2462,7 @@ STREAMS = {
     "deepseek reasoning_content, then content": ('{"role":"assistant","content":null,"reasoning_content":""}\n{"content":null,"reasoning_content":"Two and "}\n{"content":null,"reasoning_content":"three."}\n{"content":"Five.","reasoning_content":null}\nstop', said("Five.", thought=["Two and ", "three."])),
     "vllm reasoning field, then a call": ('{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls', ran(("aa", *SUM), thought=["Hm."])),
     "both reasoning fields say the same": ('{"reasoning":"Hm.","reasoning_content":"Hm."}\n"Yes."\nstop', said("Yes.", thought=["Hm."])),
-    "think tag never closed": ('"<think>Hm, "\n"and </thi"\nlength', said(finish_reason="length", thought=["Hm, ", "and ", "</thi"])),
+    "think tag never closed": ('"<think>1 <\\n"\n"2 </thi"\nlength', said(finish_reason="length", thought=["1 <\n", "2 ", "</thi"])),
     "think tags, then a call as text": (contents("<think>Hm.</think>\n<tool_call>", CALL + "\n</tool_call>"), ran(BOTH[0], text=["<tool_call>", CALL + "\n</tool_call>"], thought=["Hm."])),
     "think tags cut anywhere": (contents(*"<think>\nHm, 1 < 2 </no></think>\n\n Yes <b>"), said(*"Yes <b>", thought=[*"\nHm, 1 ", "< ", *"2 ", "</no", ">"])),
     "a call as text, cut anywhere": written(*f"```json\n[{CALL}]\n```"),
