@@ -252,6 +252,7 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.start", **head})
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
+        self.closed = True  # here: the client may come again before we return
 
 
 class OpenAIStream(EventStream):

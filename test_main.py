@@ -537,15 +537,15 @@ def sum_of(n):
 
 
 @contextmanager
-def unread(chat, message="A long answer, please."):
+def unread(chat, message="A long answer, please.", times=1):
     """Say something on a connection from which nothing is read; yield its socket."""
     content = json.dumps(GOOD | {"message": message})
-    head = "POST /chat HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = "POST /chat HTTP/1.1\r\nhost: x\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # does not grow
         client.connect(("127.0.0.1", httpx.URL(chat.url).port))
-        client.sendall((head + content).encode())
+        client.sendall((head + content).encode() * times)
         yield client
 
 
@@ -914,8 +914,7 @@ def test_an_answer_that_nobody_reads(start, model, caplog, patience):
 
     model.replies.append(LONG_ANSWER)
     settings = {"MAX_UNREAD": 1 << 30, "MAX_CONCURRENT_TURNS": 1}
-    settings |= {"READ_TIMEOUT": patience, "CONTEXT_TOKENS": LARGE}
-    with start(**settings) as chat:
+    with start(CONTEXT_TOKENS=LARGE, READ_TIMEOUT=patience, **settings) as chat:
         with unread(chat):
             wait_for((chat.folder / "ann" / f"{A}.json").exists)
             wait_for(lambda: not running(chat))
@@ -924,6 +923,9 @@ def test_an_answer_that_nobody_reads(start, model, caplog, patience):
             else:
                 wait_for(free)
         wait_for(free)
+        with unread(chat, "Hi!", 2) as client:  # the second when the first has ended
+            lines = (line for line in client.makefile() if line.startswith("HTTP/"))
+            assert [next(lines), next(lines)] == ["HTTP/1.1 200 OK\n"] * 2
     assert ("an answer was cut" in caplog.text) == (patience == 0.3)
     assert "ERROR" not in caplog.text
 
@@ -2385,8 +2387,7 @@ def ran(*done_calls, text=(), thought=(), usage=None):
 SO = sse('{"content":"So."}\nstop\n[DONE]')  # what follows a round of calls
 SUM = ("calculate", {"expression": "2+3"}, (True, "5"))
 PRODUCT = ("calculate", {"expression": "7*6"}, (True, "42"))
-MILES = ("convert_units", {"value": 5, "from_unit": "km", "to_unit": "mi"},
-         (True, "5 km = 3.106855961187 mi"))  # fmt: skip
+MILES = ("convert_units", {"value": 5, "from_unit": "km", "to_unit": "mi"}, (True, "5 km = 3.106855961187 mi"))  # fmt: skip
 NOW = ("current_time", {}, (True, "TIME"))
 NOTHING = (True, "Nothing is known about the user that bears on this.")
 CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
@@ -2474,8 +2475,7 @@ STREAMS = {
     "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
     "name repeated in each piece": ('+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop', ran(("aa", *SUM))),
     "arguments as objects": ('{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
-    "arguments empty, or null": (
-        '+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop', ran(("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW))),
+    "arguments empty, or null": ('+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop', ran(("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW))),
     "arguments no JSON number, or cut and said to be complete": ('+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop', ran(("aa", *MISUSED), ("bb", *MISUSED))),
     # The end
     "no finish_reason, but [DONE]": ('"Hi."\n[DONE]', said("Hi.")),
