@@ -523,8 +523,10 @@ class AgentRun:
         arguments = parsed or {}
         written = json.dumps(arguments, sort_keys=True)
         key = name, function["arguments"] if parsed is None else written
-        # In place of what was sent: malformed JSON is refused in every later request.
+        # In place of what was sent: malformed JSON is refused in every later request,
+        # and by OpenAI such names as multi_tool_use.parallel, which its models invent.
         function["arguments"] = written
+        function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         is_plan = self.functions.get(name) == self.plan  # which has an event of its own
         if not is_plan:
             self.emit("tool_call", id=id, name=name, arguments=arguments)

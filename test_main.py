@@ -724,6 +724,7 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
         ("calculate", '{"expression": "1+'): "JSON",
         ("calculate", '{"expression": ' + "[" * 198 + "]" * 198 + "}"): "JSON",
         ("fetch_memory", '{"query": "x", "user_id": "bob"}'): "query",
+        ("multi_tool_use.parallel", "{}"): "there is no tool",
     }
     model.replies += [calls(*wrong), says("They failed.")]
     with start(TOOL_TIMEOUT=1.0) as chat:
@@ -732,7 +733,8 @@ def test_calls_that_go_wrong_are_text_for_the_model(start, model, monkeypatch):
     assert answer(events) == "They failed."
     results, kept = of(events, "tool_result"), chat.turns()[0]["tools"]
     assert not any(result["ok"] for result in results + kept)
-    asked, *sent = model.requests[1]["messages"][-6:]
+    asked, *sent = model.requests[1]["messages"][-7:]
+    assert asked["tool_calls"][5]["function"]["name"] == "multi_tool_use_parallel"
     for text, message, row in zip(wrong.values(), sent, kept, strict=True):
         assert text in message["content"] == row["content"]
     again = [json.loads(c["function"]["arguments"]) for c in asked["tool_calls"]]
@@ -2361,8 +2363,7 @@ def event(type, round=1, **fields):
 
 
 def done(response, finish_reason="stop", usage=None, rounds=1):
-    return {"type": "done", "response": response, "turn": 1, "rounds": rounds,
-            "finish_reason": finish_reason, "usage": usage}  # fmt: skip
+    return {"type": "done", "response": response, "turn": 1, "rounds": rounds, "finish_reason": finish_reason, "usage": usage}  # fmt: skip
 
 
 def said(*texts, finish_reason="stop", usage=None, thought=()):
@@ -2503,8 +2504,7 @@ def test_a_recorded_stream_gives_exactly_these_events(shared, stream, expected):
 
 
 @pytest.mark.parametrize("text", [
-    "Hello", CALL[:22], CALL, "<tool_call>", "```python", "<thinking>", "  Hi",
-    "<think>Hm.</think>\n\nHi", "<think>Hm, "])  # fmt: skip
+    "Hello", CALL[:22], CALL, "<tool_call>", "```python", "<thinking>", "  Hi", "<think>Hm.</think>\n\nHi", "<think>Hm, "])  # fmt: skip
 def test_the_first_text_does_not_wait_for_the_second(shared, picky, text):
     picky.replies.append([chunk({"content": text}), WAIT, *says("</think> and so on")])
     kind = "thinking" if text.startswith("<think>Hm, ") else "token"
