@@ -947,7 +947,7 @@ class Service:
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
-        return choice["message"].get("content") or ""
+        return text_of(choice["message"])
 
     async def embed(self, texts: list[str]) -> list[Any]:
         endpoint = self.endpoints["EMBEDDING_MODEL"]

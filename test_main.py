@@ -165,7 +165,8 @@ class StandIn:
             content = {"operations": content}
         if isinstance(content, dict):
             content = json.dumps(content, ensure_ascii=False)
-        message = {"role": "assistant", "content": content}
+        parts = [{"type": "thinking"}, {"type": "text", "text": content}]  # Mistral's
+        message = {"role": "assistant", "content": parts if summary else content}
         return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
 
     async def stream(self, events, send, receive):
@@ -2629,8 +2630,7 @@ def test_a_task_is_planned_and_planned_anew(shared, picky):
     (wrong, _), (noted, _), *_ = results
     assert wrong.startswith("Error: ") and "steps" in wrong and "plan again" in noted
     assert [mark for _, mark in results] == [
-        "", "1. Convert to m 2. Square it Rounds left: 6]",
-        "", "1. Convert to m 2. Square it Rounds left: 5]",
+        "", "1. Convert to m 2. Square it Rounds left: 6]", "", "1. Convert to m 2. Square it Rounds left: 5]",
         "", "1. Multiply by hand 2. Square it Rounds left: 4]",
     ]  # fmt: skip
     turn(shared, [SO])
