@@ -850,8 +850,8 @@ def refusal(status: int, text: str) -> Failure:
 
 
 TOO_LONG = (
-    "context.(length|window|size)|maximum (context|model length|number of tokens)"
-    "|too long|must have less"
+    "context.(length|window|size)|maximum (context|(model|prompt) length|number of tokens)"
+    "|model token limit|too long|must have less"
 )
 PARTS = {  # of a request, which some endpoints refuse → how their errors name them
     "stream_options": "stream_options",

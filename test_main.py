@@ -942,9 +942,9 @@ def refused(status, message="no", **more):
 
 FAILURES = {  # what the endpoint does, how often it is asked, what its client is told
     "400": (refused(400), 1, 400, "upstream_rejected"), "401": (refused(401), 1, 400, "upstream_rejected"),
-    "408": (refused(408), 1, 504, "upstream_timeout"), "429": (refused(429), 2, 503, "upstream_unavailable"),
-    "500": (refused(500), 2, 503, "upstream_unavailable"),
+    "500": (refused(500), 2, 503, "upstream_unavailable"), "408": (refused(408), 1, 504, "upstream_timeout"), "429": (refused(429), 2, 503, "upstream_unavailable"),
     "too long": (refused(400, "This model's maximum context length is 8192 tokens."), 1, 400, "context_too_long"),
+    "too long, xAI's": (refused(400, "This model's maximum prompt length is 131072 but"), 1, 400, "context_too_long"), "too long, Kimi's": (refused(400, "exceeded model token limit: 131072"), 1, 400, "context_too_long"),
     "too long, llama.cpp's": (refused(400, "the request exceeds the available context size"), 1, 400, "context_too_long"),
     "elsewhere": ((307, {}, {"location": V1}), 2, 503, "upstream_unavailable"),
     "breaks off": ([CUT], 2, 503, "upstream_unavailable"),
