@@ -165,7 +165,7 @@ class TurnRequest:
 
 FAILURES = {  # code: the status where no stream has begun, what a client is told
     "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
-    "upstream_unavailable": (503, "The model's endpoint is not available: check its URL and that it runs."),
+    "upstream_unavailable": (503, "The model's endpoint gives no answer: check its URL, that it runs, and your quota there."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
     "storage_failed": (500, "The turn could not be written, or its user or session was deleted during the turn."),

@@ -1138,7 +1138,7 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
     assert "API_KEY" not in told
     assert re.search("WARNING.*CHAT_MODEL is gone.*stand-in", log_of(CHAT_MODEL="gone"))
     told = log_of(OPENAI_BASE_URL=closed_port)
-    assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.*Refused", told)
+    assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.* quota.*Refused", told)
     told = log_of(**NOTHING_SET, EMBEDDING_MODEL="")
     for words in ("KEY.*OPENAI_BASE_URL", "API_KEY.*everyone", "EMBEDDING_BASE_URL"):
         assert re.search(words, told)
