@@ -992,7 +992,8 @@ class FactStore:
 
     def forget_faded(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete what has faded or is too much."""
-        facts, ranked = self.state.facts, scored(self.state.facts.values())
+        # Reversed: of equals the newest stays.
+        facts, ranked = self.state.facts, scored(reversed(self.state.facts.values()))
         profile = [fact for fact in ranked if fact["kind"] == "profile"][:MAX_PROFILE]
         episodic = [fact for fact in ranked if fact not in profile]
         for rank, fact in enumerate(episodic, len(profile)):  # the profile ranks first

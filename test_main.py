@@ -2106,12 +2106,14 @@ def test_a_fold_under_way_brings_no_deleted_conversation_back(start, model):
 def test_profile_beyond_twenty_is_episodic_and_faded_facts_go(start, model):
     with start(MAX_FACTS=25, HINT_TOKENS=0) as chat:
         texts = [f"User knows language number {n}." for n in range(30)]
-        worth = [(text, 0.5 + n / 100) for n, text in enumerate(texts)]
-        model.operations.append([add(t, "so it is", "profile", w) for t, w in worth])
-        chat.tell("so it is")
+        adds = [add(t, "as said", "profile", 0.5 + n / 99) for n, t in enumerate(texts)]
+        model.operations += [adds, [adds[5] | {"text": "User knows Klingon."}]]
+        chat.tell("as said")
         facts = chat.memories()
         assert {fact["text"] for fact in facts} == set(texts[5:])
         assert sum(fact["kind"] == "profile" for fact in facts) == 20
+        chat.tell("as said")
+        assert set(chat.facts()) == {"User knows Klingon.", *texts[6:]}
 
 
 # --- The README, as printed ---
