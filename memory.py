@@ -443,7 +443,7 @@ class Entry(NamedTuple):
 
 
 def folded(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold()
+    return unicodedata.normalize("NFKC", text).casefold().replace("i\u0307", "i")  # İ
 
 
 def spaced(text: str) -> str:

@@ -1658,7 +1658,7 @@ The passphrase for my bank pin: 4321 horse staple → The [removed] | Mein Passw
 Vardı tr12 abcı1234 12345 → Vardı tr12 abcı1234 12345
 """
 SAME = """\
-User likes cats = The user likes cats. | User likes cats = User likes a cat | User studies law = User is studying law | User collects knives = User collects a knife
+User likes cats = The user likes cats. | Kullanıcı İzmir'li = Kullanıcı izmir'li | User likes cats = User likes a cat | User studies law = User is studying law | User collects knives = User collects a knife
 User lives in Lyon = User is living in Lyon | User's dog is Bo = User’s dog: Bo | El usuario vive en Madrid = Usuario vive en Madrid
 User likes cats ≠ User does not like cats | User likes cats ≠ User doesn't like cats
 User has 2 children ≠ User has 3 children | User lives in Lyon ≠ User lives in Paris | User lives in Lyon ≠ User lived in Lyon | User likes C++ ≠ User likes C#
