@@ -1259,7 +1259,7 @@ UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
   (?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b
 |^\W*(?:you|(?:the\s)?(?:assistant|ai|model|system))(?:\s(?:must|should|will|shall)\b|:)
 |\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed){NOW}\W*$
-|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s\w+)\W*$
+|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s(?!year|month)\w+)\W*$
 |\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
   |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
 |\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$|^(?:the\s)?user\s(?:has\s|is\s)?
