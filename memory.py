@@ -1231,14 +1231,14 @@ CHECKED = re.compile(r"""(?x)
 # Words that announce a secret, of any form or with digits; what may follow them; no date
 PASSWORD = r"""(?:pass\s?(?:word|phrase|code|wd|wort)s?|\bpwd?\b|\bpass(?=:)|seed\sphrase|kennwort
 |(?<![a-z])(?:(?:api|client|secret|access|auth)[ _-]?(?:key|token|secret)|bearer)\b|mot\sde\spasse
-|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード|비밀번호|पासवर्ड
+|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード|비밀번호\w?|पासवर्ड
 |كلمة\s(?:السر|المرور)\w*)"""
 NUMBER = r"""(?:\b(?:pin|otp|tan|cvc|cvv|ssn|dni|cpf|bsn)\b|social\ssecurity|card\snumber
-|\b(?!post|zip|dress|country|area|error|status)\w{1,20}(?:-\w{1,12})?[- ]code\b(?!\spostal)
+|\b(?!post|zip|dress|country|area|error|status)\w{1,20}(?:-\w{1,12})?[- ]codes?\b(?!\spostal)
 |driver'?s?\slicen[cs]e|pass(?:port|nummer)|code\sd\w+\s\w+|código\sde\s\w+|zugangscode
 |n°\ssécu|код\s\w+|пин|паспорт|验证码|身份证|护照|認証コード|आधार|ओटीपी)"""
 FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für)\b[^\n:=.,;]{0,60}?)?"
-IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
+IS = r"\s*(?:['’]s\b|\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
 NO_DATE = r"(?<!\d)(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
 SECRET = re.compile(rf"""(?xi)
 {PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*  # all of a passphrase

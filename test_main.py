@@ -1625,9 +1625,9 @@ NEVER_KEPT = """\
 User's PIN is 4711 | User's PIN is 1984 | User's password is hunter2 | User's wifi password is correct horse battery
 User's password for mail is Tr0ub4dor | Das Passwort des Nutzers lautet Sommer2026!
 Le mot de passe de l'utilisateur est soleil42 | La contraseña del usuario es gato123
-A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | ユーザーのパスワードはneko99
+A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | 사용자 비밀번호는 goyangi12 | User's bank password's hunter | ユーザーのパスワードはneko99
 Kullanıcının şifresi kedi1234 | उपयोगकर्ता का पासवर्ड kamal99 है | كلمة المرور للمستخدم هي amal2020
-User's verification code is 482 913 | Le code de vérification est 771204 | 用户的验证码是 558201 | User's alarm code is 2580
+User's verification code is 482 913 | Le code de vérification est 771204 | 用户的验证码是 558201 | User's alarm code is 2580 | User's recovery codes: 8f3a-22bc 99d0-1a2b
 User's key is sk-proj-Ab12Cd34Ef56Gh78Ij90 | User uses ghp_16C7e42F292c6912E7710c838347Ae178B4a
 User's AWS id is AKIAIOSFODNN7EXAMPLE | User's token: eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln | User's key: -----BEGIN RSA PRIVATE KEY----- MIIEow
 User's database is postgres://ann:s3cret@db/prod | User's card is 4111 1111 1111 1111 | IBAN des Nutzers: DE89 3704 0044 0532 0130 00 | User's SSN is 123-45-6789
