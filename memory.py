@@ -1100,7 +1100,7 @@ def admit(
     finals: list[Operation] = []
     for operation in [one for one in proposed if isinstance(one, dict)]:
         evidence, id = operation.get("evidence"), operation.get("id")
-        fact = next((fact for n, fact in enumerate(shown) if n == id), None)
+        fact = next((fact for n, fact in enumerate(shown) if id in (n, str(n))), None)
         sources = [turn for turn in turns if is_said(evidence, turn.row["query"])]
         for turn in sources[-1:]:
             finals += final_forms(operation, fact, turn, nearest.get(turn.key))
@@ -1116,7 +1116,7 @@ def final_forms(
     operation: Operation, fact: Row | None, turn: Unlearned, near: str | None
 ) -> list[Operation]:
     """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
-    op, text = operation.get("op"), one_line(operation.get("text"))
+    op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
     query = key_words(turn.row["query"])
     known = key_words(fact["text"] if fact else "")
     if op == "delete" and fact and (query & known or fact["id"] == near):
