@@ -712,7 +712,7 @@ class UserFiles:
     def older(self, session_id: str) -> list[int]:
         """Return the last turns of a session's older files."""
         paths = self.folder.glob(f"{session_id}.[0-9]*.json")
-        return sorted(int(path.name.split(".")[1]) for path in paths)
+        return sorted(int(n) for p in paths if (n := p.name.split(".")[1]).isdecimal())
 
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
