@@ -1890,7 +1890,8 @@ class Learner:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
         keep, run = self.memory.settings.history_turns, self.memory.run
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[:-keep]
+        # At most so many: of 100 turns, each would be cut to 20 letters.
+        old = transcript.unfolded()[:-keep][: 2 * keep]
         if len(old) <= keep:
             return
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
