@@ -816,14 +816,16 @@ class IndexedFiles(UserFiles):
         entries, vectors = self.entries(file), self.vectors(file)
         return {id: entry for id, entry in entries.items() if id not in vectors}
 
-    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
-        """Add vectors to a file, and drop those whose entries are gone."""
-        entries, vectors = self.entries(file), self.vectors(file) | new
+    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> int:
+        """Add vectors to a file, drop those whose entries are gone; 0: it has as many as before."""
+        entries, old = self.entries(file), self.vectors(file)
+        vectors = old | new
         # Vectors of another size than the newest were made by a model of the same name.
         size = len(next(reversed(vectors.values()), ()))
         same = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if same:
             self.cache.write(self.folder / file, Vectors(same))
+        return len(same) - len(old)
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
@@ -1496,6 +1498,8 @@ class Embedder:
         tasks = {self.tasks[text] for text in texts}
         for task in (await asyncio.wait(tasks, timeout=limit))[0]:
             vectors |= task.result()
+        for text in [] if query else vectors:  # they are for a file; if lost, made anew
+            self.tasks.pop(text, None)
         if new or not vectors:  # what is kept says nothing of the endpoint
             self.memory.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
@@ -1765,19 +1769,17 @@ class Learner:
             made = await self.embed_missing(user, FACTS)
         if not quiet:
             return QUIET
-        made += await self.embed_missing(user, MESSAGES)
+        made = await self.embed_missing(user, MESSAGES) or made
         return 0.0 if made else math.inf  # 0: there may be more of them
 
     async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
-        """Make and write vectors that a file lacks, the newest; return how many."""
+        """Make and write vectors that a file lacks, the newest; 0: it has as many as before."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
         ids = [*missing][-most:]
         vectors = await embedder.vectors([missing[id].text for id in ids], query=False)
         made = {id: v for id, v in zip(ids, vectors) if v is not None}
-        if made:
-            await run(user, IndexedFiles.save_vectors, file, made)
-        return len(made)
+        return await run(user, IndexedFiles.save_vectors, file, made) if made else 0
 
     async def learn(self, user: str, troubles: Troubles) -> State | None:
         """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
