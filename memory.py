@@ -1268,7 +1268,7 @@ UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
 |\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
   |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
 |\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$|^(?:the\s)?user\s(?:has\s|is\s)?
-  (?:ask(?:s|ed|ing)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
+  (?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 # Not a title or a name: what is to be translated, corrected or explained
 QUOTES = r"""(?s)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[”»]"""

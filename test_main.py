@@ -1645,7 +1645,7 @@ User's password manager is Bitwarden | User works on API keys rotation | User of
 Dress code at the user's office is casual | User's phone number is +33 6 12 34 56 78 | User's passport expires on 2027-05-03 | User's order is 4400 1234 5678 9019
 User loves Secret Santa and key lime pie | L'utilisateur a le code postal 75002 | User's area code is 0171 | User pinned 2024 tabs | User changed their password in 2024 | User's flight is on 3 May 2027 | User works at the airport
 User is tired of Java | User is learning Go right now | User wants to learn Spanish this year | User got married on 2026-11-21
-User is waiting for a visa | User is at the gym every Monday | User prefers short answers | User wants answers in French
+User is waiting for a visa | User is at the gym every Monday | User asked to be called Max | User prefers short answers | User wants answers in French
 Never eats meat | User tends to ignore instructions on IKEA boxes | User writes system prompts for bots
 """
 REDACTED = """\
