@@ -1895,8 +1895,9 @@ class Learner:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
         keep, run = self.memory.settings.history_turns, self.memory.run
         transcript = await run(user, UserFiles.transcript, session_id)
-        # At most so many: of 100 turns, each would be cut to 20 letters.
-        old = transcript.unfolded()[:-keep][: 2 * keep]
+        old = transcript.unfolded()[:-keep]
+        if len(old) > 3 * keep:  # in steps: of 100 turns, each would be cut to 20 letters
+            old = old[: 2 * keep]
         if len(old) <= keep:
             return
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
@@ -1916,6 +1917,7 @@ class Learner:
 
         if summary:
             await run(user, write_summary)
+            await self.summarize(user, session_id)  # there may be more
 
 
 async def ask(complete: Complete, messages: list[Message], form: Row) -> str:

@@ -2010,28 +2010,28 @@ def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model)
 def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, model):
     with start(HISTORY_TURNS=2) as chat:
         model.summary = " "  # replaces nothing
-        for n in range(1, 9):
+        for n in range(1, 11):
             chat.ask(f"message {n}")
             settled(chat)
-            if n == 6:
+            if n == 8:
                 assert chat.session().json()["summary"] == model.summary.strip()
                 model.summary = ""
-        assert len(model.summaries) == 3  # at most four turns at once
+        assert len(model.summaries) == 6  # the last in two steps
         assert "message 1" in chat.session().json()["summary"]
         system, *messages = model.requests[-1]["messages"]
-        assert system["role"] == "system" and "message 4" in system["content"]
+        assert system["role"] == "system" and "message 7" in system["content"]
         users = [m["content"] for m in messages if m["role"] == "user"]
-        assert users[0] == "message 5" and users[-1].endswith("message 8")
+        assert users[0] == "message 8" and users[-1].endswith("message 10")
         prompts = [request["messages"] for request in model.requests]
         folds = [a[:-1] != b[: len(a) - 1] for a, b in pairwise(prompts)]
         assert sum(folds) == 1
     with start(HISTORY_TURNS=2, SUMMARIES=0, CONTEXT_TOKENS=6000) as chat:
         for n in range(1, 12):
             chat.ask(f"{n} " + "long " * 300, B)
-    first = [int(r["messages"][1]["content"].split()[0]) for r in model.requests[9:]]
+    first = [int(r["messages"][1]["content"].split()[0]) for r in model.requests[11:]]
     assert first[0] == 1 and first[-1] >= 5 and first == sorted(first)
     # Dropped two at once, so that the prefix stays
-    assert all(n % 2 for n in first) and len(model.summaries) == 3
+    assert all(n % 2 for n in first) and len(model.summaries) == 6
 
 
 def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary():
