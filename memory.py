@@ -1125,7 +1125,9 @@ def final_forms(
     query = key_words(turn.row["query"])
     known = key_words(fact["text"] if fact else "")
     if op == "delete" and fact and (query & known or fact["id"] == near):
-        return [{"op": op, "id": fact["id"], "turn": turn}]
+        final = {"op": op, "id": fact["id"], "turn": turn}
+        left = left_of(fact["text"], query)
+        return [fact | final | {"op": "update", "text": left} if left else final]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
@@ -1158,16 +1160,41 @@ def same_matter(text: str, fact: str, query: set[str]) -> bool:
     return key_words(" ".join(things)) <= shared
 
 
+def left_of(text: str, query: set[str]) -> str:
+    """Return a fact less what a query names of a list in it, "" if that is all, or nothing."""
+    start, names, signs, end = listed(text)
+    left = [name for name in names if not query & key_words(name)]
+    if left == names or not any(left):
+        return ""
+    return "".join([start, *itertools.chain(*zip(["", *signs], left)), end])
+
+
 def final_texts(text: str, time: str) -> list[str]:
     """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
     for words, days in DAYS.items():  # which weak models leave
         date = datetime.fromisoformat(time) + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
-    match = NAMES.fullmatch(text)  # "User uses A, B and C for work": one may end alone
-    if not match:
-        return [text]
-    start, names, last, end = match.groups()
-    return [f"{start} {name}{end}" for name in [*names.split(", "), last]]
+    start, names, _, end = listed(text)
+    if USES.fullmatch(start) and all(w[0].isupper() for w in " ".join(names).split()):
+        return [f"{start}{name}{end}" for name in names]  # one of them may end alone
+    return [text]
+
+
+def listed(text: str) -> tuple[str, list[str], list[str], str]:
+    """Return the text before a list, its items, what stands between them, and the text behind."""
+    first, *rest = re.split(AND, text)
+    if not rest:
+        return text, [], [], ""
+    rest[-1], *end = re.split(AFTER, rest[-1], maxsplit=1)
+    # The first item begins as the next does, "a cat and a dog", or with a verb as well, or
+    # is one word, or words in capitals: "Rome and Oslo", but not in "two cats, Tim and Tom".
+    word, more, _ = rest[1].partition(" ")
+    is_verb = more and re.fullmatch("[a-z]+s", word)
+    begins = r"(.*?\b)([a-z]+s\s.*)" if is_verb else rf"(.*\b)({re.escape(word)}\s.*)"
+    last = r"(.*?\s)([A-Z]\S*(?:\s[A-Z]\S*)*)" if word[:1].isupper() else r"(.*\s)(\S+)"
+    match = re.fullmatch(begins, first) or re.fullmatch(last, first)
+    start, name = match.groups() if match else (first, "")
+    return start, [name, *rest[1::2]], rest[::2], "".join(end)
 
 
 def is_said(evidence: Any, query: str) -> bool:
@@ -1276,11 +1303,11 @@ QUOTED = re.compile(QUOTES)
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
 THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[^'’]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
-NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?:\s[^\Wa-z_][\w+#-]*)?"
-NAMES = re.compile(rf"""(?x)
-((?:The\s)?[Uu]ser(?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\swith)?)
-  |'s\s[\w ]+?\s(?:are|include)))
-\s({NAME}(?:,\s{NAME})*),?\s(?:and|&)\s({NAME})((?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
+# What stands before, between and behind the names in "User uses A, B and C for work"
+USES = re.compile(r"""(?x)(?:The\s)?[Uu]ser(?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)
+|'s\s[\w ]+?\s(?:are|include))\s""")
+AND = r"(,?\s(?:and|&|und|et|y|e|en|и)\s|,\s|[、和])"
+AFTER = r"(?=\s(?:as|for|to|in|on|at|with|every)\s|\.$)"
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
 DAYS |= {"the day before yesterday": -2, "yesterday": -1}
 # The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is

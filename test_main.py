@@ -1756,6 +1756,10 @@ User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | no
 User works in IT. | I left IT | delete | - | delete
 User keeps bees. | I gave my bees away | delete | - | delete
 User has a cat and a dog. | The cat ran away | update | User has a dog. | update
+User likes C++, Go Lang and tea. | No Go Lang for me | delete | - | User likes C++, tea.
+User has a dog named Bo and a cat. | Bo died | delete | - | User has a cat.
+User goes skiing and plays chess on weekends | I quit skiing | delete | - | User plays chess on weekends
+User has two dogs, Max and Bella | My dog Max died | delete | - | User has two dogs, Bella
 """
 
 
@@ -1763,8 +1767,8 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
     for row in BEARING.splitlines():
         known, query, op, text, becomes = row.split(" | ")
         shown, proposed = [{"id": "x", "text": known}], [change(op, 0, query, text)]
-        found = [one["op"] for one in memory.admit(proposed, shown, heard(query), {})]
-        assert (found or ["nothing"]) == [becomes], row
+        found = memory.admit(proposed, shown, heard(query), {}) or [{"op": "nothing"}]
+        assert becomes in (found[0]["op"], found[0].get("text")), row
 
 
 def test_of_one_answer_the_last_turn_counts():
