@@ -1171,8 +1171,11 @@ def left_of(text: str, query: set[str]) -> str:
 
 def final_texts(text: str, time: str) -> list[str]:
     """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
-    for words, days in DAYS.items():  # which weak models leave
-        date = datetime.fromisoformat(time) + timedelta(days)
+    at = datetime.fromisoformat(time)
+    next_week = range(7 - at.weekday(), 14 - at.weekday())
+    coming = {f"next {at + timedelta(days):%A}": days for days in next_week}
+    for words, days in (DAYS | coming).items():  # which weak models leave
+        date = at + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
     start, names, _, end = listed(text)
     if USES.fullmatch(start) and all(w[0].isupper() for w in " ".join(names).split()):
