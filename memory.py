@@ -1134,6 +1134,8 @@ def final_forms(
         return []  # as for NaN, which is not >= 0.2
     if not query & key_words(text) and letters(text) in letters(turn.row["response"]):
         return []  # the assistant's own words
+    if letters(text).startswith("user") and letters(text) in letters(turn.row["query"]):
+        return []  # dictated: nobody calls himself the user
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     texts = final_texts(text, turn.row["ended_at"])
