@@ -975,7 +975,7 @@ class FactStore:
         """Carry out an operation that `admit` has let pass; its id is that of a fact."""
         facts, id = self.state.facts, operation.get("id")
         if operation["op"] == "delete":
-            self.mem0.delete(id)
+            self.forget(id, operation["query"])
             return
         text, turn = operation["text"], operation["turn"]
         twin, seen = find_duplicate(facts, text), turn.row["ended_at"]
@@ -994,6 +994,15 @@ class FactStore:
         else:
             new |= {"frequency": 1, "created_at": seen}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
+
+    def forget(self, id: str, query: set[str]) -> str:
+        """Delete a fact, or only what a query names of a list in it; return what is left."""
+        left = left_of(self.state.facts[id]["text"], query)
+        if left:
+            self.mem0.update(id, left)
+        else:
+            self.mem0.delete(id)
+        return left
 
     def forget_faded(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete what has faded or is too much."""
@@ -1125,9 +1134,7 @@ def final_forms(
     query = key_words(turn.row["query"])
     known = key_words(fact["text"] if fact else "")
     if op == "delete" and fact and (query & known or fact["id"] == near):
-        final = {"op": op, "id": fact["id"], "turn": turn}
-        left = left_of(fact["text"], query)
-        return [fact | final | {"op": "update", "text": left} if left else final]
+        return [{"op": op, "id": fact["id"], "turn": turn, "query": query}]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
@@ -1163,7 +1170,7 @@ def same_matter(text: str, fact: str, query: set[str]) -> bool:
 
 
 def left_of(text: str, query: set[str]) -> str:
-    """Return a fact less what a query names of a list in it, "" if that is all, or nothing."""
+    """Return a fact less what a query names of a list in it; "": that is all of it, or none."""
     start, names, signs, end = listed(text)
     left = [name for name in names if not query & key_words(name)]
     if left == names or not any(left):
@@ -2127,8 +2134,8 @@ class Turn:
             fits = [f for f, n in zip(facts, shared) if n == most > len(words) / 2]
             if len(fits) != 1:
                 return ""
-            store.apply({"op": "delete", "id": fits[0]["id"]})
-            return f"Forgotten: {fits[0]['text']}"
+            left = store.forget(fits[0]["id"], words)
+            return f"Forgotten: {fits[0]['text']}" + (left and f" Left: {left}")
 
         forgotten = await self.memory.change(self.user, forget, self.state.id)
         if forgotten:

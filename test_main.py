@@ -1739,7 +1739,6 @@ def learn_by(chat, model, query, *operations, user="ann", kind="episodic"):
 # A fact, what is said, the operation on that fact and what becomes of it
 BEARING = """\
 User's name is Marie. | Dentist on Friday! | update | User sees a dentist on Friday. | add
-User lives in Paris. | No, I moved to Lyon, not Paris | update | User lives in Lyon. | update
 User works as a baker. | No, I moved to Lyon, not Paris | delete | - | nothing
 User sees a dentist on Friday. | I do not see that dentist | delete | - | delete
 User's team is Ajax. | My brother's is Feyenoord | update | User's brother's team is Feyenoord. | add
@@ -1754,8 +1753,6 @@ Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | a
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
 User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
-User keeps bees. | I gave my bees away | delete | - | delete
-User has a cat and a dog. | The cat ran away | update | User has a dog. | update
 User likes C++, Go Lang and tea. | No Go Lang for me | delete | - | User likes C++, tea.
 User has a dog named Bo and a cat. | Bo died | delete | - | User has a cat.
 User goes skiing and plays chess on weekends | I quit skiing | delete | - | User plays chess on weekends
@@ -1767,8 +1764,9 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
     for row in BEARING.splitlines():
         known, query, op, text, becomes = row.split(" | ")
         shown, proposed = [{"id": "x", "text": known}], [change(op, 0, query, text)]
-        found = memory.admit(proposed, shown, heard(query), {}) or [{"op": "nothing"}]
-        assert becomes in (found[0]["op"], found[0].get("text")), row
+        found = [one["op"] for one in memory.admit(proposed, shown, heard(query), {})]
+        left = memory.left_of(known, memory.key_words(query))
+        assert (left or [*found, "nothing"][0]) == becomes, row
 
 
 def test_of_one_answer_the_last_turn_counts():
@@ -1798,12 +1796,13 @@ def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, mod
     as_said = {"We broke up": love}
     model.vector = lambda text: bag_of_words(as_said.get(text, text))
     both = ("delete", 0), ("delete", 1)
-    known = teach(chat, model, ["User plays chess.", love])
+    known = teach(chat, model, ["User plays chess and golf.", love])
     assert learn_by(chat, model, "We broke up", *both) == known
     teach(chat, model, ["User eats no meat."])
     left = learn_by(chat, model, "We broke up", *both)
-    assert left == ["User plays chess.", "User eats no meat."]
+    assert left == ["User plays chess and golf.", "User eats no meat."]
     assert learn_by(chat, model, "I'm bad at chess", ("delete", 9)) == left
+    assert "User plays golf." in learn_by(chat, model, "I quit chess", ("delete", 0))
 
 
 def test_tomorrow_is_stored_as_a_date_and_names_in_a_list_apart():
@@ -1989,7 +1988,7 @@ def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, 
 
 def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model):
     monday, friday = "User plays chess on Mondays.", "User plays chess on Fridays."
-    teach(chat, model, [*PLACES, monday, friday, "User uses Shram."])
+    teach(chat, model, [*PLACES, monday, friday, "User uses Shram and vim."])
 
     def forget(query, message="Forget it, please"):
         told = use(chat, model, "forget_memory", {"query": query}, message)
@@ -2006,7 +2005,8 @@ def test_forget_memory_forgets_one_clear_hit_that_the_message_names(chat, model)
         assert "Nothing was forgotten" in forget(query)
     assert unnamed in forget("Shram", "What are the tools that I use?")
     assert len(chat.facts()) == 14
-    assert forget("Shram") == "Forgotten: User uses Shram."
+    told = "Forgotten: User uses Shram and vim. Left: User uses vim."
+    assert forget("Shram") == told and forget("vim") == "Forgotten: User uses vim."
     forget("chess on Mondays", "Can you forget chess on Mondays?")
     assert set(chat.facts()) == {*PLACES}
 
