@@ -973,11 +973,11 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass; its id is that of a fact."""
-        facts, id = self.state.facts, operation.get("id")
+        facts, id, turn = self.state.facts, operation.get("id"), operation["turn"]
         if operation["op"] == "delete":
-            self.forget(id, operation["query"])
+            self.forget(operation["id"], key_words(turn.row["query"]))
             return
-        text, turn = operation["text"], operation["turn"]
+        text = operation["text"]
         twin, seen = find_duplicate(facts, text), turn.row["ended_at"]
         if twin and twin["id"] != id:
             if twin["source"] != turn.key:
@@ -1134,7 +1134,7 @@ def final_forms(
     query = key_words(turn.row["query"])
     known = key_words(fact["text"] if fact else "")
     if op == "delete" and fact and (query & known or fact["id"] == near):
-        return [{"op": op, "id": fact["id"], "turn": turn, "query": query}]
+        return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
