@@ -10,7 +10,6 @@ written; then it is learned from, in the background. A session's turns run one a
 import asyncio
 import base64
 import hmac
-import ipaddress
 import json
 import logging
 import os
@@ -426,8 +425,9 @@ class AgentRun:
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
             repeated = max(self.seen.values(), default=0) > 2
-            capped = repeated or rounds == settings.max_rounds
-            if calls := await self.ask("none" if capped else choice):
+            if capped := repeated or rounds == settings.max_rounds:
+                choice = "none"
+            if calls := await self.ask(choice):
                 await self.run_calls(calls)
                 choice = None
                 continue
@@ -435,7 +435,7 @@ class AgentRun:
             silent = not cut and NO_ANSWER.fullmatch(done["response"])
             if silent:
                 self.take_back()
-            if capped or choice == "none" or not silent:
+            if choice == "none" or not silent:
                 break
             choice = "none"
         if silent:
@@ -1011,7 +1011,10 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=1 << 20, openapi_url=None)
 app.router.redirect_slashes = False  # DELETE …/memories/, with no id, would delete all
 OPEN = ("/", "/health")  # paths for everybody
-OWN_DOMAINS = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
+# A name without a dot, an IP address, a private network's name; a last dot and a port
+OWN_HOST = re.compile(r"""(?xi)
+([^.]* | \[.*\] | (\d+\.){3}\d+ | .*\.(localhost | local | internal | svc | lan | home\.arpa))
+\.? (:\d*)?""")
 
 
 def require_token(app: ASGIApp) -> ASGIApp:
@@ -1049,14 +1052,9 @@ def is_own_host(hosts: list[str]) -> bool:
     """Tell whether a request's Host is one that no stranger can have.
 
     A web page anywhere may point its own name at 127.0.0.1 and read what answers there
-    (DNS rebinding).
+    (DNS rebinding). Two are refused: h11 does so before, other servers do not.
     """
-    host = re.sub(r":\d*$", "", "".join(hosts).lower()).removesuffix(".")
-    if len(hosts) > 1:  # h11 refuses them before, other servers do not
-        return False
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host.strip("[]")))
-    return "." not in host or host.endswith(OWN_DOMAINS)
+    return len(hosts) < 2 and bool(OWN_HOST.fullmatch("".join(hosts)))
 
 
 async def on_error(request: Request, error: Any) -> Response:
@@ -1219,13 +1217,9 @@ async def memory_history(user: Owner, id: str) -> Json:
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
-async def delete_memory(user: Owner, id: str) -> None:
-    await service().memory.user_data(user, memory.delete_facts, id)
-
-
 @app.delete("/users/{user_id}/memories", status_code=204)
-async def delete_memories(user: Owner) -> None:
-    await service().memory.user_data(user, memory.delete_facts)
+async def delete_memories(user: Owner, id: str | None = None) -> None:
+    await service().memory.user_data(user, memory.delete_facts, id)
 
 
 @app.get("/users/{user_id}/sessions")

@@ -484,11 +484,11 @@ class Index:
     def __init__(self, entries: list[Entry], vectors: list[np.ndarray | None]):
         """Index entries, each with its normalised vector; None: by its words alone."""
         self.entries, self.spread = entries, 0.0
-        self.words = sqlite3.connect(":memory:", check_same_thread=False)
+        self.keywords = sqlite3.connect(":memory:", check_same_thread=False)
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
-        self.words.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
+        self.keywords.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
-        self.words.executemany(insert, ([*map(spaced, e[2:])] for e in entries))
+        self.keywords.executemany(insert, ([*map(spaced, e[2:])] for e in entries))
         present = {n: vector for n, vector in enumerate(vectors) if vector is not None}
         if len(present) < 3:
             return
@@ -516,7 +516,7 @@ class Index:
         score = "1" if cut else BM25
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
         for term in terms:
-            for n, value in self.words.execute(select, [term]):
+            for n, value in self.keywords.execute(select, [term]):
                 words[n] += value
         chance, least = math.sqrt(2 * math.log(max(2, size))), -math.inf
         evidence = meaning + words * RARE / math.log(size + 2)
@@ -1022,7 +1022,8 @@ class FactStore:
 
     def update(self, vector_id, vector, payload):
         given = {**payload, "id": vector_id, "text": payload["data"]}
-        self.state.facts[vector_id] = {n: given[n] for n in Fact.__annotations__}
+        fields = [name for name in Fact.__annotations__ if name in given]
+        self.state.facts[vector_id] = {name: given[name] for name in fields}
 
     def delete(self, vector_id):
         del self.state.facts[vector_id]
@@ -1872,7 +1873,7 @@ class Learner:
         texts, rows = [fact["text"] for fact in shown], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(shown))
         request = await in_thread(learning_request, texts, rows, room)
-        answer = await ask(self.complete, [*messages, request], form)
+        answer = await ask_model(self.complete, [*messages, request], form)
         proposed = parse_answer(answer, "operations", list)
         nearest: dict[str, str] = {}
         if '"delete"' in answer:
@@ -1935,7 +1936,9 @@ class Learner:
         keep, run = self.memory.settings.history_turns, self.memory.run
         transcript = await run(user, UserFiles.transcript, session_id)
         old = transcript.unfolded()[:-keep]
-        if len(old) > 3 * keep:  # in steps: of 100 turns, each would be cut to 20 letters
+        if (
+            len(old) > 3 * keep
+        ):  # in steps: of 100 turns, each would be cut to 20 letters
             old = old[: 2 * keep]
         if len(old) <= keep:
             return
@@ -1945,7 +1948,7 @@ class Learner:
         request = {"previous": cut(transcript.summary, room), "turns": texts}
         prompt = [message("system", SUMMARY_PROMPT), message("user", request)]
         form = schema("session_summary", {"summary": {"type": "string"}})
-        answer = await ask(self.complete, prompt, form)
+        answer = await ask_model(self.complete, prompt, form)
         summary = parse_answer(answer, "summary", str).strip()
 
         def write_summary(files: UserFiles) -> None:
@@ -1959,7 +1962,7 @@ class Learner:
             await self.summarize(user, session_id)  # there may be more
 
 
-async def ask(complete: Complete, messages: list[Message], form: Row) -> str:
+async def ask_model(complete: Complete, messages: list[Message], form: Row) -> str:
     """Return the model's answer; NoAnswer: there is none."""
     try:
         return await complete(messages, form)

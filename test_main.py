@@ -254,9 +254,9 @@ def improvise(request):
     if sum_ and "calculate" in offered:
         return calls(("calculate", {"expression": sum_[0]}), text="Let me calculate. ")
     if message.endswith("?"):
-        words = {w for w in re.findall(r"\w{4,}", message.lower())}
+        words = memory.key_words(message)
         lines = re.findall(r'^- "?(.*?)"?$', notes, re.MULTILINE)
-        found = [n for n in lines if words & set(re.findall(r"\w{4,}", n.lower()))]
+        found = [line for line in lines if words & memory.key_words(line)]
         if found:
             return says("I remember: ", *(f"{line} " for line in found))
         return says("I ", "do ", "not ", "know ", "that ", "yet.")
@@ -280,7 +280,7 @@ def learn(asked):
             old = next((id for text, id in facts.items() if "name" in text), None)
             op, text = "add" if old is None else "update", f"User's name is {m[1]}."
             operations.append(change(op, old, m[0], text, "profile", 0.7))
-        if m := re.search(r"I like (\w+)", query):
+        if m := re.search(r"I like ([^.!?]+)", query):
             operations.append(add(f"User likes {m[1]}.", m[0], importance=0.7))
     return json.dumps({"operations": operations})
 
