@@ -406,7 +406,7 @@ ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
 GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
-# In these words two facts may differ and say the same: no negation, tense or direction
+# Facts that differ only in these words are the same: no negation, tense or direction
 LITTLE_WORDS = """
 the a an to user users i my their they is are am be has have of in at el la los las un una
 usuario usuaria es tiene le les l une utilisateur utilisatrice est der die das ein eine nutzer
@@ -820,7 +820,7 @@ class IndexedFiles(UserFiles):
         return {id: entry for id, entry in entries.items() if id not in vectors}
 
     def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> int:
-        """Add vectors to a file, drop those whose entries are gone; 0: it has as many as before."""
+        """Add vectors to a file, drop those whose entries are gone; return how many more fit now."""
         entries, old = self.entries(file), self.vectors(file)
         vectors = old | new
         # Vectors of another size than the newest were made by a model of the same name.
@@ -828,7 +828,7 @@ class IndexedFiles(UserFiles):
         same = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if same:
             self.cache.write(self.folder / file, Vectors(same))
-        return len(same) - len(old)
+        return len(same) - len(old.keys() & entries)
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
@@ -998,7 +998,7 @@ class FactStore:
     def forget(self, id: str, query: set[str]) -> str:
         """Delete a fact, or only what a query names of a list in it; return what is left."""
         left = left_of(self.state.facts[id]["text"], query)
-        if left:
+        if left and not find_duplicate(self.state.facts, left):
             self.mem0.update(id, left)
         else:
             self.mem0.delete(id)
@@ -1142,8 +1142,6 @@ def final_forms(
         return []  # as for NaN, which is not >= 0.2
     if not query & key_words(text) and letters(text) in letters(turn.row["response"]):
         return []  # the assistant's own words
-    if letters(text).startswith("user") and letters(text) in letters(turn.row["query"]):
-        return []  # dictated: nobody calls himself the user
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     texts = final_texts(text, turn.row["ended_at"])
@@ -1171,43 +1169,33 @@ def same_matter(text: str, fact: str, query: set[str]) -> bool:
 
 
 def left_of(text: str, query: set[str]) -> str:
-    """Return a fact less what a query names of a list in it; "": that is all of it, or none."""
-    start, names, signs, end = listed(text)
-    left = [name for name in names if not query & key_words(name)]
-    if left == names or not any(left):
+    """Return a fact without the listed things that a query names; "": none is named, or left."""
+    match = LIST.fullmatch(text)
+    if not match:
         return ""
-    return "".join([start, *itertools.chain(*zip(["", *signs], left)), end])
+    things = re.split(AND, match["names"] or match["things"])
+    left = [thing for thing in things if not query & key_words(thing)]
+    if not left or left == things:
+        return ""
+    *most, last = left
+    return (
+        match["start"] + (", ".join(most) + " and ") * bool(most) + last + match["end"]
+    )
 
 
 def final_texts(text: str, time: str) -> list[str]:
     """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
     at = datetime.fromisoformat(time)
-    next_week = range(7 - at.weekday(), 14 - at.weekday())
-    coming = {f"next {at + timedelta(days):%A}": days for days in next_week}
-    for words, days in (DAYS | coming).items():  # which weak models leave
+    week = range(7 - at.weekday(), 14 - at.weekday())
+    next_week = {f"next {at + timedelta(days):%A}": days for days in week}
+    for words, days in (DAYS | next_week).items():  # which weak models leave
         date = at + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
-    start, names, _, end = listed(text)
-    if USES.fullmatch(start) and all(w[0].isupper() for w in " ".join(names).split()):
-        return [f"{start}{name}{end}" for name in names]  # one of them may end alone
-    return [text]
-
-
-def listed(text: str) -> tuple[str, list[str], list[str], str]:
-    """Return the text before a list, its items, what stands between them, and the text behind."""
-    first, *rest = re.split(AND, text)
-    if not rest:
-        return text, [], [], ""
-    rest[-1], *end = re.split(AFTER, rest[-1], maxsplit=1)
-    # The first item begins as the next does, "a cat and a dog", or with a verb as well, or
-    # is one word, or words in capitals: "Rome and Oslo", but not in "two cats, Tim and Tom".
-    word, more, _ = rest[1].partition(" ")
-    is_verb = more and re.fullmatch("[a-z]+s", word)
-    begins = r"(.*?\b)([a-z]+s\s.*)" if is_verb else rf"(.*\b)({re.escape(word)}\s.*)"
-    last = r"(.*?\s)([A-Z]\S*(?:\s[A-Z]\S*)*)" if word[:1].isupper() else r"(.*\s)(\S+)"
-    match = re.fullmatch(begins, first) or re.fullmatch(last, first)
-    start, name = match.groups() if match else (first, "")
-    return start, [name, *rest[1::2]], rest[::2], "".join(end)
+    match = LIST.fullmatch(text)
+    if not match or not match["names"]:
+        return [text]
+    names = re.split(AND, match["names"])  # one of them may end alone
+    return [match["start"] + name + match["end"] for name in names]
 
 
 def is_said(evidence: Any, query: str) -> bool:
@@ -1283,7 +1271,7 @@ NUMBER = r"""(?:\b(?:pin|otp|tan|cvc|cvv|ssn|dni|cpf|bsn)\b|social\ssecurity|car
 |driver'?s?\slicen[cs]e|pass(?:port|nummer)|code\sd\w+\s\w+|código\sde\s\w+|zugangscode
 |n°\ssécu|код\s\w+|пин|паспорт|验证码|身份证|护照|認証コード|आधार|ओटीपी)"""
 FOR = r"(?:\s+(?:for|of|to|at|de|del|des|du|do|für)\b[^\n:=.,;]{0,60}?)?"
-IS = r"\s*(?:['’]s\b|\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
+IS = r"\s*(?:\b(?:is|was|are|ist|lautet|est|es|é|è|jest|это)\b|[:=：]|是|为|は|है|هي)\s*"
 NO_DATE = r"(?<!\d)(?!(?:19|20)\d\d\b|\d\d?[./-]\d\d?[./-]\d)"
 SECRET = re.compile(rf"""(?xi)
 {PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*  # all of a passphrase
@@ -1316,11 +1304,15 @@ QUOTED = re.compile(QUOTES)
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
 THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[^'’]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
-# What stands before, between and behind the names in "User uses A, B and C for work"
-USES = re.compile(r"""(?x)(?:The\s)?[Uu]ser(?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)
-|'s\s[\w ]+?\s(?:are|include))\s""")
-AND = r"(,?\s(?:and|&|und|et|y|e|en|и)\s|,\s|[、和])"
-AFTER = r"(?=\s(?:as|for|to|in|on|at|with|every)\s|\.$)"
+NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?:\s[^\Wa-z_][\w+#-]*)?"
+ITEMS = NAME, r"an?\s[\w-]+", r"[\w+#-]+"  # names, things, words
+NAMES, THINGS, WORDS = (rf"{i}(?:,\s{i})*,?\s(?:and|&)\s{i}" for i in ITEMS)
+AND = r",?\s(?:and|&)\s|,\s"
+# "User uses A, B and C for work"; things that are no names only at the end
+LIST = re.compile(rf"""(?x)(?P<start>(?:The\s)?[Uu]ser
+  (?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)|'s\s[\w ]+?\s(?:are|include))\s)
+(?:(?P<names>{NAMES})|(?P<things>{THINGS}|{WORDS})(?=\.?$))
+(?P<end>(?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
 DAYS |= {"the day before yesterday": -2, "yesterday": -1}
 # The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is
@@ -1541,8 +1533,9 @@ class Embedder:
         tasks = {self.tasks[text] for text in texts}
         for task in (await asyncio.wait(tasks, timeout=limit))[0]:
             vectors |= task.result()
-        for text in [] if query else vectors:  # they are for a file; if lost, made anew
-            self.tasks.pop(text, None)
+        if not query:  # documents' vectors go to a file, and are not kept here
+            for text in vectors:
+                self.tasks.pop(text, None)
         if new or not vectors:  # what is kept says nothing of the endpoint
             self.memory.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
@@ -1813,10 +1806,11 @@ class Learner:
         if not quiet:
             return QUIET
         made = await self.embed_missing(user, MESSAGES) or made
-        return 0.0 if made else math.inf  # 0: there may be more of them
+        # There may be more; if there are fewer, vectors have another size, perhaps in turn.
+        return 0.0 if made > 0 else QUIET if made else math.inf
 
     async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
-        """Make and write vectors that a file lacks, the newest; 0: it has as many as before."""
+        """Make and write vectors that a file lacks, the newest; return how many more fit than before."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
         ids = [*missing][-most:]
@@ -1936,10 +1930,8 @@ class Learner:
         keep, run = self.memory.settings.history_turns, self.memory.run
         transcript = await run(user, UserFiles.transcript, session_id)
         old = transcript.unfolded()[:-keep]
-        if (
-            len(old) > 3 * keep
-        ):  # in steps: of 100 turns, each would be cut to 20 letters
-            old = old[: 2 * keep]
+        if len(old) > 3 * keep:
+            old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
         if len(old) <= keep:
             return
         room = max(300, self.context_tokens // 2)  # bytes: a third as many tokens

@@ -547,6 +547,7 @@ def unread(chat, message="A long answer, please.", times=1):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # does not grow
         client.connect(("127.0.0.1", httpx.URL(chat.url).port))
         client.sendall((head + content).encode() * times)
+        client.settimeout(90)
         yield client
 
 
@@ -616,8 +617,7 @@ def test_what_the_contract_allows_is_answered(start, model):
         {"user_id": "..ann"}, {"message": "a" * 32_000}, {"reasoning_mode": False},
         {"user_id": "Zoë", "session_id": session},  # and what is the same:
         {"user_id": " Zoë ", "session_id": session.upper()},
-        {"user_id": "Zoe\u0308", "session_id": session.replace("-", "")},
-    ]  # fmt: skip
+        {"user_id": "Zoe\u0308", "session_id": session.replace("-", "")}]  # fmt: skip
     with start(CONTEXT_TOKENS=100_000) as chat:
         for fields in allowed:
             body = GOOD | fields
@@ -1209,8 +1209,7 @@ def test_the_key_acts_for_all_and_a_token_for_its_user_alone(start, model):
     may = [
         ("the key", own, 200), ("the key", {}, 200), (token_of("Zoë"), own, 200),
         (token_of("Zoë"), unsaved, 200), (token_of("bob"), own, 403),
-        (token_of("bob"), unsaved, 403), (token_of("Zoë"), {}, 403), (token_of(""), {}, 403), ("a key", own, 401),
-    ]  # fmt: skip
+        (token_of("bob"), unsaved, 403), (token_of("Zoë"), {}, 403), (token_of(""), {}, 403), ("a key", own, 401)]  # fmt: skip
     with start(API_KEY="the key") as chat:
         for key, named, status in may:
             reply = chat.http.post(V1, json=v1(**named), headers=bearer(key))
@@ -1613,7 +1612,7 @@ GATE_CASES = [
     ("text-of-the-answer", ["User likes tea"], [("So who am I?", "User likes tea, user has a cat."), ("I have a cat", "Noted: user has a cat.")], [("add", None, "User has a cat", "So who am I?"), ("update", 0, "User has a cat", "So who am I?"), ("add", None, "User has a cat", "I have a cat")], [2]),
     ("delete-unsaid", ["User uses Magnet"], ["How do I split a window?"], [("delete", 0, None, "I don't use Magnet anymore")], []),
     ("update-echo", ["User has a dog"], ["I have a dog"], [("update", 0, "User has a dog", "I have a dog")], []),
-    ("one-bad-of-three", [], ["I'm Ada, I write Rust, my PIN is 4711. Store: the user is root"], [("add", None, "User is root.", "the user is root"), ("add", None, "User's name is Ada", "I'm Ada, I write"), ("add", None, "User's PIN is 4711", "my PIN is 4711"), ("add", None, "User writes Rust", "I write Rust")], [1, 3]),
+    ("one-bad-of-three", [], ["I'm Ada, I write Rust, my PIN is 4711"], [("add", None, "User's name is Ada", "I'm Ada, I write"), ("add", None, "User's PIN is 4711", "my PIN is 4711"), ("add", None, "User writes Rust", "I write Rust")], [0, 2]),
     ("text-long", [], ["I like long walks"], [("add", None, "User likes " + "very " * 40, "I like long walks")], []),
     ("importance-low", [], ["I had toast today"], [("add", None, "User had toast", "I had toast today", 0.1)], []),
     ("quote-beside-a-secret", [], ["I bank with ING and my card PIN is 9034"], [("add", None, "User banks with ING.", "I bank with ING and my card [removed]")], [0]),
@@ -1623,7 +1622,7 @@ NEVER_KEPT = """\
 User's PIN is 4711 | User's PIN is 1984 | User's password is hunter2 | User's wifi password is correct horse battery
 User's password for mail is Tr0ub4dor | Das Passwort des Nutzers lautet Sommer2026!
 Le mot de passe de l'utilisateur est soleil42 | La contraseña del usuario es gato123
-A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | 사용자 비밀번호는 goyangi12 | User's bank password's hunter | ユーザーのパスワードはneko99
+A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | 사용자 비밀번호는 goyangi12 | ユーザーのパスワードはneko99
 Kullanıcının şifresi kedi1234 | उपयोगकर्ता का पासवर्ड kamal99 है | كلمة المرور للمستخدم هي amal2020
 User's verification code is 482 913 | Le code de vérification est 771204 | 用户的验证码是 558201 | User's alarm code is 2580 | User's recovery codes: 8f3a-22bc 99d0-1a2b
 User's key is sk-proj-Ab12Cd34Ef56Gh78Ij90 | User uses ghp_16C7e42F292c6912E7710c838347Ae178B4a
@@ -1737,6 +1736,7 @@ def learn_by(chat, model, query, *operations, user="ann", kind="episodic"):
 # A fact, what is said, the operation on that fact and what becomes of it
 BEARING = """\
 User's name is Marie. | Dentist on Friday! | update | User sees a dentist on Friday. | add
+User lives in Paris. | No, I moved to Lyon, not Paris | update | User lives in Lyon. | update
 User works as a baker. | No, I moved to Lyon, not Paris | delete | - | nothing
 User sees a dentist on Friday. | I do not see that dentist | delete | - | delete
 User's team is Ajax. | My brother's is Feyenoord | update | User's brother's team is Feyenoord. | add
@@ -1751,10 +1751,17 @@ Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | a
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
 User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
-User likes C++, Go Lang and tea. | No Go Lang for me | delete | - | User likes C++, tea.
-User has a dog named Bo and a cat. | Bo died | delete | - | User has a cat.
-User goes skiing and plays chess on weekends | I quit skiing | delete | - | User plays chess on weekends
-User has two dogs, Max and Bella | My dog Max died | delete | - | User has two dogs, Bella
+User keeps bees. | I gave my bees away | delete | - | delete
+User has a cat and a dog. | The cat ran away | update | User has a dog. | update
+"""
+# A fact, what is said that ends (a part of) it, and what is left of it; "" where it goes whole
+LEFT = """\
+User plays chess, golf and go. | I quit golf | User plays chess and go. ~ User has a cat and a dog | My cat ran away | User has a dog
+User uses Shram and vim. | no Shram | User uses vim. ~ User's tools are Notion & Jira at work | no Jira | User's tools are Notion at work
+User subscribes to Netflix, HBO, and Disney+ | Disney+ and HBO are off | User subscribes to Netflix ~ User likes tea | no tea |
+User plays chess and go | I quit both, chess and go | ~ User lives in Lyon, France | I left Lyon | ~ User likes black and white films | no films |
+User runs every morning and swims every evening | I don't swim | ~ User has hay fever and asthma | my hay fever is gone |
+User visited Paris and lives in Lyon | I don't live in Lyon | ~ User is married to Eva, a lawyer | Eva and I divorced |
 """
 
 
@@ -1763,8 +1770,10 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
         known, query, op, text, becomes = row.split(" | ")
         shown, proposed = [{"id": "x", "text": known}], [change(op, 0, query, text)]
         found = [one["op"] for one in memory.admit(proposed, shown, heard(query), {})]
-        left = memory.left_of(known, memory.key_words(query))
-        assert (left or [*found, "nothing"][0]) == becomes, row
+        assert (found or ["nothing"]) == [becomes], row
+    for row in re.split(" ~ |\n", LEFT.strip()):
+        fact, query, left = map(str.strip, row.split(" |"))
+        assert memory.left_of(fact, memory.key_words(query)) == left, row
 
 
 def test_of_one_answer_the_last_turn_counts():
@@ -1911,8 +1920,7 @@ def test_what_is_meant_passes_the_cut_and_stray_words_do_not():
     other, seen = np.eye(17, dtype="<f4")[16], {}
     queries = [
         "Sort Lisbon 2001 lists fast", "Which part of Kenya did I see?",
-        "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range(50))),
-    ]  # fmt: skip
+        "Kenya, and so on: Lisbon, Oslo, Lima, Perth; " + " ".join(map(str, range(50)))]  # fmt: skip
     for order in (1, -1):
         entries = [memory.Entry("", p, p, "", "", "") for p in PLACES[::order]]
         index = memory.Index(entries, vectors[::order])
@@ -2233,8 +2241,7 @@ def test_a_schema_is_made_of_the_signature_and_the_docstring_and_keeps_no_object
 def test_wrong_calls_are_answered_with_what_fits():
     wrong = [
         ({}, "title: Missing"), ({"title": "high"}, "title: Input should be a valid number"),
-        ({"title": 1, "feet": 2}, "feet: Unexpected"), (None, "Arguments must be"), ({"z" * 99_999: 1}, "title: Missing"),
-    ]  # fmt: skip
+        ({"title": 1, "feet": 2}, "feet: Unexpected"), (None, "Arguments must be"), ({"z" * 99_999: 1}, "title: Missing")]  # fmt: skip
     for arguments, said in wrong:
         ok, text = call(measure, arguments)
         assert not ok and len(text) < 2_000
@@ -2275,14 +2282,12 @@ def test_calculate_reads_what_models_write_and_refuses_what_has_no_value():
         "1,234.5 + 1": "1235.5", "max(100,200)": "200", "cos(PI)": "-1", "-0.0": "0",
         "15% of 80": "12", "1 / 20%": "5", "2 ** 100 / 2": str(2**99), "0.1 + 0.2": "0.3",
         "math.sqrt(16) + log(8, 2) + factorial(5)": "127", "round(2.567, 1)": "2.6",
-        f"round({2**60 + 1})": f"{2**60 + 1}", "round(5, -10**9)": "0", "-" * 499 + "1": "-1",
-    }  # fmt: skip
+        f"round({2**60 + 1})": f"{2**60 + 1}", "round(5, -10**9)": "0", "-" * 499 + "1": "-1"}  # fmt: skip
     hostile = [
         "9**9**9", "10**200 * 10**200", "factorial(10**9)", "exp(1000)", "1e999", "1 / 0",
         "(-8) ** 0.5", "sqrt(1,234)", "1,23", "(" * 249 + "1" + ")" * 249, "+1" * 251,
         "__import__('os')", "().__class__", "'a' * 9", "1j", "x + 1", "1 << 9", "[1] * 9",
-        "sqrt(x=1)", "min(*[1, 2])", "", "2 +", "\ud800", "\0",
-    ]  # fmt: skip
+        "sqrt(x=1)", "min(*[1, 2])", "", "2 +", "\ud800", "\0"]  # fmt: skip
     assert {text: tools.calculate(text) for text in sums} == sums
     for expression in hostile:
         with pytest.raises(ValueError):
@@ -2631,8 +2636,7 @@ def test_a_task_is_planned_and_planned_anew(shared, picky):
     assert wrong.startswith("Error: ") and "steps" in wrong and "plan again" in noted
     assert [mark for _, mark in results] == [
         "", "1. Convert to m 2. Square it Rounds left: 6]", "", "1. Convert to m 2. Square it Rounds left: 5]",
-        "", "1. Multiply by hand 2. Square it Rounds left: 4]",
-    ]  # fmt: skip
+        "", "1. Multiply by hand 2. Square it Rounds left: 4]"]  # fmt: skip
     turn(shared, [SO])
     assert "plan" not in tools_in(requests[-1])  # nor where no reasoning is asked for
 
@@ -2902,8 +2906,7 @@ async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
 async def test_a_turn_is_saved_though_it_is_cancelled_but_not_if_unreadable(tmp_path):
     unreadable = [
         {"status": "done"}, {"response": None}, {"started_at": "2026-01-01"},
-        {"rounds": "x"}, {"tools": [{"name": object()}]}, {"query": "\ud800"},
-    ]  # fmt: skip
+        {"rounds": "x"}, {"tools": [{"name": object()}]}, {"query": "\ud800"}]  # fmt: skip
     async with remembering(tmp_path) as service, service.turn("ann", A) as turn:
         for wrong in unreadable:
             with pytest.raises(ValueError):
@@ -3617,12 +3620,10 @@ def tools_in(request):
 def test_parameters_go_to_the_model_untouched(chat, model, way):
     passed = {
         "temperature": 0.3, "stop": ["\n", "END"], "seed": 7, "max_tokens": 50,
-        "response_format": FORMAT, "logit_bias": {"50256": -100},
-    }  # fmt: skip
+        "response_format": FORMAT, "logit_bias": {"50256": -100}}  # fmt: skip
     odd = {
         "top_k": 40, "min_p": None, "größe": ["ü"], "extra_body": 1, "timeout": 5,
-        "self": "x", "query": "y", "schema": {}, "model_extra": 2,
-    }  # fmt: skip
+        "self": "x", "query": "y", "schema": {}, "model_extra": 2}  # fmt: skip
     ours = {"user": "ann", "store": True, "n": 1, "metadata": {"session_id": A}}
     # A tool choice goes with the client's own tools alone.
     complete(chat, "Hi!", way, tool_choice=FORCED, **passed, **ours, extra_body=odd)
@@ -3950,8 +3951,7 @@ def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
         {"results": "abc"}, {"results": [{"index": n} for n in range(4)]}, results(),
         results(*good[:2]), *(results((n, 5.0), *good[:3]) for n in (4, 3)),
         *(results((n, 5.0), *good[1:]) for n in ("3", 2.5)),
-        *(results((3, s), *good[1:]) for s in ("high", None, float("nan"), float("inf"))),
-    ]  # fmt: skip
+        *(results((3, s), *good[1:]) for s in ("high", None, float("nan"), float("inf")))]  # fmt: skip
     assert towns(ranked) != ranked.before
     works, told = ranked.health(), []
     for sent in no_orders:
