@@ -470,9 +470,7 @@ class AgentRun:
         ids = Counter(call["id"] for call in calls)
         for call in calls:
             if not call["id"] or ids[call["id"]] > 1:
-                call["id"] = uuid.uuid4().hex[
-                    :9
-                ]  # Mistral's templates want 9 characters
+                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
         if calls:

@@ -1177,10 +1177,8 @@ def left_of(text: str, query: set[str]) -> str:
     left = [thing for thing in things if not query & key_words(thing)]
     if not left or left == things:
         return ""
-    *most, last = left
-    return (
-        match["start"] + (", ".join(most) + " and ") * bool(most) + last + match["end"]
-    )
+    joined = " and ".join(left).replace(" and ", ", ", len(left) - 2)
+    return match["start"] + joined + match["end"]
 
 
 def final_texts(text: str, time: str) -> list[str]:
