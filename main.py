@@ -310,9 +310,7 @@ class OpenAIStream(EventStream):
             return b"data: %b\n\n" % error
         self.status_code = status
         self.headers["Content-Type"] = JSON_TYPE
-        self.headers["X-Should-Retry"] = (
-            "false"  # else openai's client sends the turn again
-        )
+        self.headers["X-Should-Retry"] = "false"  # openai's client would, by itself
         return error
 
 
@@ -470,7 +468,7 @@ class AgentRun:
         ids = Counter(call["id"] for call in calls)
         for call in calls:
             if not call["id"] or ids[call["id"]] > 1:
-                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9
+                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
         if calls:
