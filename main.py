@@ -445,7 +445,10 @@ class AgentRun:
             done["finish_reason"] = "max_rounds"
 
     async def ask(self, choice: Any) -> list[Json]:
-        """Ask the model once, with a `tool_choice`; stream what it says, return its calls."""
+        """Ask the model once, with a `tool_choice`; stream what it says.
+
+        Its calls are appended to the messages, and returned. Raises Failure.
+        """
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
         request = self.prompt | {"model": await chat.discover(), "stream": True}

@@ -721,13 +721,13 @@ class UserFiles:
 
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
         """Return a session's turns beyond a number."""
+        newest = self.transcript(session_id).turns
         # To list the folder for each session takes seconds where there are a thousand.
-        inside = str(mark + 1) in self.transcript(session_id).turns
-        older = [] if inside else self.older(session_id)
+        older = [] if str(mark + 1) in newest else self.older(session_id)
         turns: dict[str, TurnRow] = {}  # after a kill two files may hold the same
-        for last in [last for last in older if last > mark] + [0]:
+        for last in [last for last in older if last > mark]:
             turns |= self.transcript(session_id, last).turns
-        return [row for row in turns.values() if row["turn"] > mark]
+        return [row for row in (turns | newest).values() if row["turn"] > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
         """Return what `load` does, and the turns that wait, by their end; unlink stale markers."""
