@@ -420,19 +420,19 @@ class AgentRun:
         """
         done = self.done
         if "tools" in self.request.options:  # calls of a client's own are not run here
-            done["tool_calls"] = await self.ask(None)
+            done["tool_calls"] = await self.run_round(None)
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
             repeated = max(self.seen.values(), default=0) > 2
             capped = repeated or rounds == settings.max_rounds
             choice = "none" if capped else choice
-            if calls := await self.ask(choice):
+            if calls := await self.run_round(choice):
                 await self.run_calls(calls)
                 choice = None
                 continue
-            cut = done["finish_reason"] == "length"
-            silent = not cut and NO_ANSWER.fullmatch(done["response"])
+            truncated = done["finish_reason"] == "length"
+            silent = not truncated and NO_ANSWER.fullmatch(done["response"])
             if silent:
                 self.take_back()
             if choice == "none" or not silent:
@@ -444,7 +444,7 @@ class AgentRun:
         if capped and done["finish_reason"] == "stop" and rounds > 1:
             done["finish_reason"] = "max_rounds"
 
-    async def ask(self, choice: Any) -> list[Json]:
+    async def run_round(self, choice: Any) -> list[Json]:
         """Ask the model once, with a `tool_choice`; stream what it says.
 
         Its calls are appended to the messages, and returned. Raises Failure.
@@ -458,7 +458,7 @@ class AgentRun:
         request |= settings.chat_extra_body
         context = await chat.context()
         reply = ReplyParser(self.say, max_bytes=4 * context)
-        await chat.ask("chat/completions", request, self.request.options, reply)
+        await chat.request("chat/completions", request, self.request.options, reply)
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
         self.usage.update(counts)
         done["usage"] = self.usage or None
@@ -515,7 +515,7 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
         for call, result in zip(calls, results):
-            messages.append(memory.message("tool", result["content"]))
+            messages.append(memory.as_message("tool", result["content"]))
             messages[-1]["tool_call_id"] = call["id"]
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
@@ -567,7 +567,7 @@ def around_history(history: list[Message], block: str) -> list[Message]:
         content, text = last.get("content") or "", f"{block}\n\n"
         parts = [{"type": "text", "text": text}, *content]
         last["content"] = text + content if isinstance(content, str) else parts
-    return [memory.message("system", "\n\n".join([SYSTEM, *own])), *rest]
+    return [memory.as_message("system", "\n\n".join([SYSTEM, *own])), *rest]
 
 
 class ReplyParser:
@@ -733,7 +733,7 @@ class Endpoint:
         self.looking = asyncio.Lock()
         self.looked = -float("inf")  # when last, in seconds
 
-    async def ask(
+    async def request(
         self,
         path: str,
         body: Json,
@@ -816,7 +816,7 @@ class Endpoint:
                 return
             before = self.failure
             try:
-                found = (await asyncio.wait_for(self.ask("models", {}), 2))["data"]
+                found = (await asyncio.wait_for(self.request("models", {}), 2))["data"]
                 self.sizes = {m["id"]: m.get("max_model_len") for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
             except Failure as error:
@@ -950,7 +950,7 @@ class Service:
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
         # Patiently: nobody waits for it.
-        found = await self.chat.ask("chat/completions", request, patience=5)
+        found = await self.chat.request("chat/completions", request, patience=5)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -961,7 +961,7 @@ class Service:
         self.memory.embedder.model = model = await endpoint.discover()
         # As base64 it takes a sixth off a chat's CPU; but some send numbers.
         body = {"model": model, "input": texts, "encoding_format": "base64"}
-        found = (await endpoint.ask("embeddings", body))["data"]
+        found = (await endpoint.request("embeddings", body))["data"]
         sent = [v["embedding"] for v in sorted(found, key=lambda row: row["index"])]
         return [
             np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else v
@@ -973,7 +973,7 @@ class Service:
         endpoint = self.endpoints["RERANK_MODEL"]
         body = {"query": query, "documents": texts, "top_n": k}
         body["model"] = await endpoint.discover()
-        found = (await endpoint.ask("rerank", body))["results"]
+        found = (await endpoint.request("rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in found]
 
 
@@ -995,8 +995,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await endpoint.look()
         served = endpoint.failure or [*endpoint.sizes][:9]
         level = logging.INFO if endpoint.model in endpoint.sizes else logging.WARNING
-        known = name, endpoint.model or "not known", endpoint.url, served
-        start_log.log(level, "%s is %s; at %s: %r", *known)
+        about = name, endpoint.model or "not known", endpoint.url, served
+        start_log.log(level, "%s is %s; at %s: %r", *about)
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:

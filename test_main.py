@@ -1773,7 +1773,7 @@ def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
         assert (found or ["nothing"]) == [becomes], row
     for row in re.split(" ~ |\n", LEFT.strip()):
         fact, query, left = map(str.strip, row.split(" |"))
-        assert memory.left_of(fact, memory.key_words(query)) == left, row
+        assert memory.without_named(fact, memory.key_words(query)) == left, row
 
 
 def test_of_one_answer_the_last_turn_counts():
