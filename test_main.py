@@ -1020,6 +1020,10 @@ def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tm
         assert answer(chat.ask("Hi!"))
     hosts = {path.partition("://")[2].split("/")[0] for path in model.paths}
     assert hosts == {"models.test", ""}  # embeddings are asked for without it
+    monkeypatch.setenv("HTTPS_PROXY", "127.0.0.1:9")  # refuses: OpenAI is not asked
+    with start(**NOTHING_SET | NO_EMBEDDINGS | {"OPENAI_API_KEY": "x"}) as chat:
+        models = [endpoint.model for endpoint in chat.service.endpoints.values()]
+    assert models == ["gpt-4.1-mini", "text-embedding-3-small"]
 
 
 @pytest.mark.parametrize("reply", [
@@ -1115,9 +1119,7 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model, named):
         assert one.app.embedded and not model.embedded and not model.ranked
     request, learning = model.requests[0], model.learnings[0]
     ranking = two.app.ranked[0]
-    wanted = (
-        ["chat_model", "memory_model", "rerank_model"] if named else ["stand-in"] * 3
-    )
+    wanted = ["chat_model", "memory_model", "rerank_model"] if named else ["stand-in"] * 3  # fmt: skip
     assert [one["model"] for one in (request, learning, ranking)] == wanted
     assert request | extra == request and request["stream"] is True
     assert request["stream_options"] == {"include_usage": True}
@@ -1148,15 +1150,11 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
 
 
 def test_without_a_key_no_host_that_a_stranger_could_name_is_answered(start):
-    own = (
-        "127.0.0.1 127.0.0.1:8000 10.0.0.1. [::1] [::1]:8000 localhost LOCALHOST:80 "
-        "memory memory:8000 my_service. a.localhost mac.local x.y.internal "
-        "chat.default.svc nas.LAN nas.home.arpa.:8000 [::ffff:10.0.0.1]:1"
-    )
-    strange = (
-        "evil.example evil.example:8000 EVIL.example. localhost.evil.example "
-        "127.0.0.1.evil.example 10.0.0.1.evil evillocal.com 1.2.3 a.svcs home.arpa.evil"
-    )
+    own = """127.0.0.1 127.0.0.1:8000 10.0.0.1. [::1] [::1]:8000 localhost LOCALHOST:80
+        memory memory:8000 my_service. a.localhost mac.local x.y.internal
+        chat.default.svc nas.LAN nas.home.arpa.:8000 [::ffff:10.0.0.1]:1"""
+    strange = """evil.example evil.example:8000 EVIL.example. localhost.evil.example
+        127.0.0.1.evil.example 10.0.0.1.evil evillocal.com 1.2.3 a.svcs home.arpa.evil"""
 
     def get(host, path="/users/ann/sessions", **headers):
         return chat.http.get(path, headers={"host": host, **headers})
@@ -1984,7 +1982,8 @@ def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, 
     chat.learned()
     query = {"query": "plumber Enzo", "k": 1}
     found = use(chat, model, "search_conversations", query)
-    for text in (A, f"{datetime.now(UTC):%Y-%m-%d}", "Hello there", "Come on Tuesday"):
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    for text in (A, f"{day} user: Hello", f"{day} assistant: ", "Come on Tuesday"):
         assert text in found
     found = use(chat, model, "search_conversations", query | {"k": 9})
     assert found.count("user: The plumber is called Enzo Ferri") == 1
@@ -3518,6 +3517,7 @@ class Answer:
         self.text = "".join(one.content or "" for one in said)
         called = flat(one.tool_calls or [] for one in said)
         self.calls = [(c.id, c.function.name, c.function.arguments) for c in called]
+        self.places = [getattr(c, "index", n) for n, c in enumerate(called)]
         self.finish_reason = self.choices[-1].finish_reason
         self.usage = self.parts[-1].usage
 
@@ -3583,7 +3583,7 @@ def test_calls_of_a_clients_tools_come_back(chat, model, reply, wanted, way):
     got = complete(chat, "Weather?", way, user="ann", tools=[WEATHER, TIDE])
     assert [call[1:] for call in got.calls] == wanted
     ids = [call[0] for call in got.calls]
-    assert all(ids) and len({*ids}) == len(ids)
+    assert all(ids) and len({*ids}) == len(ids) and got.places == [*range(len(ids))]
     assert (got.text, got.finish_reason) == ("", "tool_calls")
     assert model.requests[0]["tools"] == [WEATHER, TIDE] and len(model.requests) == 1
     assert sessions(chat) == {} and not model.learnings  # it comes back with results
