@@ -742,6 +742,12 @@ class UserFiles:
         # Merged, not sorted: a clock set back must not change a session's order.
         return state, list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
 
+    def are_cached(self, session_id: str) -> bool:
+        """Tell whether all that `begin` reads is kept as it is on the disk."""
+        marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
+        paths = [self.folder / "memory.json", *map(self.path, [session_id, *marked])]
+        return all(self.cache.get(path, stamp(path)) is not None for path in paths)
+
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
         # The folder is made here alone: what ends later must not bring a deleted user back.
@@ -1626,11 +1632,20 @@ class Memory:
         else:
             self.degraded.pop(part, None)
 
-    async def run(self, user: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of a user's files (in the folder `user`), under the user's lock, in a thread."""
+    async def run(
+        self, user: str, function: Callable[..., T], *arguments: Any, session: str = ""
+    ) -> T:
+        """Call a function of a user's files, under the user's lock, in a thread.
+
+        Where it begins a turn of a `session` whose files are cached, on the event loop: with
+        16 turns at once, a thread takes a tenth of a chat's CPU and doubles what is added to
+        the first token (8 to 16 ms). `user` names the user's folder.
+        """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
         try:
             async with self.locks.held(user):
+                if session and files.are_cached(session):
+                    return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
             self.note("storage", failed=True)
@@ -1670,7 +1685,8 @@ class Memory:
         user = folder_name(name)
         try:
             async with self.locks.held(f"{user}/{session_id}"):
-                begun = await self.run(user, UserFiles.begin, name, session_id)
+                begin = UserFiles.begin, name, session_id
+                begun = await self.run(user, *begin, session=session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
             self.learner.schedule(user)
