@@ -51,7 +51,7 @@ Key = Annotated[str, OneLine]
 
 
 def without_password(url: HttpUrl) -> HttpUrl:
-    if url.username or url.query:  # URLs are logged, and paths appended
+    if url.username or url.password or url.query:  # URLs are logged, and paths appended
         raise ValueError("must have no password and no query")
     return url
 
@@ -185,7 +185,7 @@ class Failure(HTTPException):
 
 
 class RejectedRequest(Failure, memory.RequestRefused):
-    """The endpoint works, and finds fault with the request itself."""
+    """The endpoint works, but finds fault with the request, or broke off its answer."""
 
 
 # In ASCII: some clients take U+2028 for the end of a line.
@@ -515,8 +515,8 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
         for call, result in zip(calls, results):
-            messages.append(memory.as_message("tool", result["content"]))
-            messages[-1]["tool_call_id"] = call["id"]
+            said = {"role": "tool", "content": result["content"]}
+            messages.append(said | {"tool_call_id": call["id"]})
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = settings.max_rounds - self.done["rounds"]
@@ -565,8 +565,10 @@ def around_history(history: list[Message], block: str) -> list[Message]:
     if block:
         last = [message for message in rest if message["role"] == "user"][-1]
         content, text = last.get("content") or "", f"{block}\n\n"
-        parts = [{"type": "text", "text": text}, *content]
-        last["content"] = text + content if isinstance(content, str) else parts
+        if isinstance(content, str):
+            last["content"] = text + content
+        else:
+            last["content"] = [{"type": "text", "text": text}, *content]
     return [memory.as_message("system", "\n\n".join([SYSTEM, *own])), *rest]
 
 
@@ -652,7 +654,7 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
         function, index = piece.get("function") or {}, piece.get("index")
-        id, name = piece.get("id") or "", function.get("name")
+        id, name = piece.get("id") or "", str(function.get("name") or "")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.bytes_left -= len(text)
@@ -784,7 +786,8 @@ class Endpoint:
             "POST" if body else "GET",
             f"{self.url}/{path}",
             data=to_json(body | given) if body else None,
-            timeout=aiohttp.ClientTimeout(sock_connect=5, sock_read=silence),
+            # Not `sock_connect`: the look-up of the name would have no limit.
+            timeout=aiohttp.ClientTimeout(connect=5, sock_read=silence),
             allow_redirects=False,  # one would carry prompts elsewhere
         )
         if response.status < 300:
@@ -835,7 +838,7 @@ class Endpoint:
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
-        if not (self.configured or self.model and not self.failure):
+        if not self.configured and (self.failure or not self.model):
             # After a failure too: another one may be served by now.
             await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:

@@ -66,9 +66,10 @@ FILE_TURNS = 200  # turns in a transcript's newest file; TinyDB rewrites it whol
 MAX_HISTORY = 5000  # newest rows of facts' history kept a user
 MAX_PROFILE = 20  # profile facts a user
 MAX_FACT_CHARS = 160
+MAX_READ = 32_000  # characters of a message that are searched for words
 BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 facts in 8
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
-BACK_OFF = 1.0  # seconds that a user waits after a failure, doubled up to 60
+BACK_OFF = 1.0  # seconds after a failure, doubled up to 60; the next turn ends them
 PATIENCE = 5.0  # seconds for vectors that no first token waits for
 QUIET = 20.0  # seconds without a turn, after which past turns get vectors
 CACHE_BYTES = 16 << 20  # of all users' files and indexes, kept in memory
@@ -603,6 +604,7 @@ class Transcript:
         return [row for row in self.turns.values() if row["turn"] > self.turn]
 
 
+@dataclass
 class TranscriptStorage(Storage):
     """TinyDB's way to a transcript.
 
@@ -610,8 +612,8 @@ class TranscriptStorage(Storage):
     read, and a full disk destroyed the old content.
     """
 
-    def __init__(self, path: Path, cache: FileCache):
-        self.path, self.cache = path, cache
+    path: Path
+    cache: FileCache
 
     def read(self) -> Any:
         return self.cache.load(self.path, Transcript).tables()
@@ -668,6 +670,7 @@ class Unlearned(NamedTuple):
 Begun = tuple[int, State, Transcript, list[Unlearned]]
 
 
+@dataclass
 class UserFiles:
     """The truth about one user: facts and transcripts, in the files of one folder.
 
@@ -675,9 +678,9 @@ class UserFiles:
     ones up to <last>, and `<session_id>.unlearned` says that some of them may wait.
     """
 
-    def __init__(self, folder: Path, cache: FileCache | None = None, model: str = ""):
-        self.folder, self.cache = folder, cache or FileCache()
-        self.model = model  # that makes vectors
+    folder: Path
+    cache: FileCache = field(default_factory=FileCache)
+    model: str = ""  # that makes vectors
 
     def load(self, name: str = "") -> State:
         """Return the facts' file; where it is missing or damaged, begin it, all sessions unlearned.
@@ -840,7 +843,7 @@ class IndexedFiles(UserFiles):
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
         files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        # Like a stamp, it has the size in second place, for `keep`.
+        # As a stamp has, for `keep`, the size in second place
         version = files, sum(each[1] for each in files if each), self.model
         index = self.cache.get(self.folder, version)
         if index is None:
@@ -855,7 +858,7 @@ class IndexedFiles(UserFiles):
         hits = self.index(MESSAGES).search(query, vector, 4 * k, cutoff=False)
         exchanges: list[tuple[str, list[TurnRow]]] = []
         shown = set[tuple[str, int]]()
-        for session_id, number in ((entry.session_id, entry.key) for _, entry in hits):
+        for _, (session_id, number, *_) in hits:
             if (session_id, number) not in shown and len(exchanges) < k:
                 turns = self.turns_after(session_id, number - 2)
                 turns = [turn for turn in turns if turn["turn"] < number + 2]
@@ -1075,8 +1078,10 @@ def fact_score(fact: Fact, at: datetime) -> float:
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact that says the same already, but for inflection and little words."""
     words = fact_words(text)
-    same = (fact for fact in facts.values() if fact_words(fact["text"]) == words != [])
-    return next(same, None)
+    for fact in facts.values():
+        if words and fact_words(fact["text"]) == words:
+            return fact
+    return None
 
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
@@ -1115,11 +1120,12 @@ def admit(
     """
     finals: list[Operation] = []
     for operation in [one for one in proposed if isinstance(one, dict)]:
-        evidence, id = operation.get("evidence"), operation.get("id")
+        id = operation.get("id")
         fact = next((fact for n, fact in enumerate(facts) if id in (n, str(n))), None)
-        sources = [turn for turn in turns if is_said(evidence, turn.row["query"])]
-        for turn in sources[-1:]:
-            finals += final_forms(operation, fact, turn, nearest.get(turn.key))
+        for turn in reversed(turns):
+            if is_said(operation.get("evidence"), turn.row["query"]):
+                finals += final_forms(operation, fact, turn, nearest.get(turn.key))
+                break
     # The last turn counts. Within one, an update takes the place of a delete of the same
     # fact: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
     order = ["delete", "update", "add"]
@@ -1140,7 +1146,7 @@ def final_forms(
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
-        return []  # as for NaN, which is not >= 0.2
+        return []  # NaN is not >= 0.2 either
     if not said & key_words(text) and alnum(text) in alnum(turn.row["response"]):
         return []  # the assistant's own words
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
@@ -1206,8 +1212,8 @@ def is_said(evidence: Any, query: str) -> bool:
     A Chinese or Thai letter counts as three, an Indian one, whose vowel is left out, as two.
     A query that turns against the rules gives no evidence, nor does what it only quotes.
     """
-    words, said = alnum(str(evidence or "")), QUOTED.sub(" ", query)
-    if re.search(OVERRIDE, query) or not words:
+    words, said = alnum(str(evidence or "")), QUOTED.sub(" ", query[:MAX_READ])
+    if re.search(OVERRIDE, query[:MAX_READ]) or not words:
         return False
     forms = [alnum(said), alnum(redact(said))]  # the model was shown no secrets
     weighed = re.sub("[\u0900-\u0dff]", "..", re.sub(UNSPACED, "...", words))
@@ -1216,7 +1222,8 @@ def is_said(evidence: Any, query: str) -> bool:
 
 def key_words(text: str) -> set[str]:
     """Return the words that show whether two texts tell of the same."""
-    return {*content_words(NO_MATTER.sub(" ", text), STOP)}
+    # A part: of a megabyte, which /v1 takes, it would be seconds of everybody's time.
+    return {*content_words(NO_MATTER.sub(" ", text[:MAX_READ]), STOP)}
 
 
 def alnum(text: str) -> str:
@@ -1506,14 +1513,15 @@ def within_budget(facts: list[Any], budget: int) -> list[Any]:
 # --- Memory ---
 
 
+@dataclass
 class Embedder:
     """Vectors of texts: each is asked for once, shared by all who want it, and kept a while."""
 
-    def __init__(self, memory: "Memory", embed: Embed | None, model: str):
-        self.memory, self.embed = memory, embed
-        self.model = model  # whose vectors these are; it may change
-        # By text with its prefix, under way or done; what has failed is forgotten
-        self.tasks: dict[str, asyncio.Task[dict[str, np.ndarray]]] = {}
+    memory: "Memory"
+    embed: Embed | None
+    model: str  # whose vectors these are; it may change
+    # By text with its prefix, under way or done; what has failed is forgotten
+    tasks: dict[str, asyncio.Task[dict[str, np.ndarray]]] = field(default_factory=dict)
 
     async def vectors(
         self, texts: Iterable[str], query: bool = True
@@ -1663,8 +1671,8 @@ class Memory:
             if id not in ("", state.id):
                 raise NotFound("user")
             # What `load` gave is never changed.
-            copies = {**state.facts}, {**state.learned}, [*state.history]
-            store = FactStore(self.mem0, State(state.name, state.id, *copies))
+            copies: Row = {name: copy(value) for name, value in vars(state).items()}
+            store = FactStore(self.mem0, State(**copies))
             result = function(store, files)
             if store.state != state:
                 files.write(store.state)
@@ -1742,7 +1750,7 @@ class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
 
     At most `learn_concurrency` users are learned from at once. Pauses, and embeddings of
-    what is stored, are waited for outside of that: no user holds up others.
+    what is stored, are waited for outside of that; inside, only those that choose facts.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
@@ -1810,7 +1818,9 @@ class Learner:
             return QUIET
         made = await self.embed_missing(user, MESSAGES) or made
         # There may be more; if there are fewer, vectors have another size, perhaps in turn.
-        return 0.0 if made > 0 else QUIET if made else math.inf
+        if made < 0:
+            return QUIET
+        return 0.0 if made else math.inf
 
     async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
         """Make and write vectors that a file lacks, the newest; return how many more fit than before."""
@@ -2094,7 +2104,7 @@ class Turn:
         def keep(store: FactStore, files: UserFiles) -> list[Row]:
             rows = files.turns_after(self.session_id, 0)
             rows += [waiting.row for waiting in self.unlearned]
-            queries = [row["query"] for row in rows] + [self.message]
+            queries = [self.message, *(row["query"] for row in reversed(rows))]
             query = "\n".join(QUOTED.sub("", text) for text in queries)
             row: Any = {"turn": self.number, "query": query, "response": ""}
             turn = Unlearned(self.session_id, row | {"ended_at": now()})

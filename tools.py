@@ -9,6 +9,7 @@ import math
 import re
 import zoneinfo
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from operator import add, floordiv, mod, mul, neg, pos, sub
 from typing import Any
@@ -17,6 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 MAX_RESULT_BYTES = 8_000  # of one result, about 2,000 tokens
+# Of our own: in asyncio's, tools that hang keep the service from looking up names.
+THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
 
@@ -85,7 +88,8 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         else:
             # A future cannot hold a StopIteration; a generator makes a RuntimeError of it.
             once = (call(arguments) for _ in range(1))
-            result = await asyncio.to_thread(next, once)
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(THREADS, next, once)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[:8]
         said = [": ".join(map(str, [*w["loc"], w["msg"]]))[:200] for w in wrong]
