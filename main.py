@@ -385,11 +385,10 @@ class AgentRun:
         text, history = self.request.text, self.request.history
         offered: list[Any] = [self.plan] if self.request.reasoning else []
         offered += tools.TOOLS.values()
-        hints, pending = Hints([], [], []), 0
+        hints = Hints([], [], [])
         if turn:
             offered += [turn.fetch_memory, turn.propose_memory]
             offered += [turn.forget_memory, turn.search_conversations]
-            pending = len(turn.unlearned)
             try:
                 hints = await turn.hints(text, map(text_of, history))
             except Exception:  # the answer is worth more, and the event says it
@@ -409,7 +408,8 @@ class AgentRun:
             except ValueError:
                 raise Failure("context_too_long") from None
         self.prompt["messages"] = messages
-        shown = {"facts": hints.facts, "pending": pending, "degraded": hints.degraded}
+        pending, degraded = len(turn.unlearned) if turn else 0, hints.degraded
+        shown = {"facts": hints.facts, "pending": pending, "degraded": degraded}
         self.events.emit("memory", **shown)
 
     async def answer(self) -> None:
@@ -623,8 +623,7 @@ class ReplyParser:
         text = text_of(delta) or delta.get("refusal") or ""
         self.bytes_left -= len((thought + text).encode())
         self.say("thinking", thought)
-        if text:
-            self.add_text(text)
+        self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
         self.began |= bool(thought or text or self.calls)
@@ -697,8 +696,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
             value = pydantic_core.from_json(part + forgotten)
             items += value if isinstance(value, list) else [value]
         for item in items:
-            key = "arguments" if "arguments" in item else "parameters"
-            item["arguments"] = item[key]
+            if "arguments" not in item:
+                item["arguments"] = item["parameters"]
         if all(item["name"] in functions for item in items):
             return [{"function": item} for item in items]
     return []
@@ -767,7 +766,7 @@ class Endpoint:
                 code = "upstream_timeout" if slow else "upstream_unavailable"
                 failure = Failure(code, repr(error))
             self.failure = None if isinstance(failure, RejectedRequest) else failure
-            began = reply is not None and reply.began
+            began = reply and reply.began
             if last or began or failure.code != "upstream_unavailable":
                 raise failure
             await asyncio.sleep(0.5)

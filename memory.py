@@ -341,8 +341,7 @@ class Locks:
         self.owners = self.holding = 0  # memories that use it, locks that are held
         # A pool of our own: tools that hang must not keep turns from being saved. In each
         # of its threads FAISS uses one thread: to wake more took 4 ms a search.
-        limit = faiss.omp_set_num_threads
-        self.disk = ThreadPoolExecutor(None, "disk", initializer=limit, initargs=(1,))
+        self.disk = ThreadPoolExecutor(None, "disk", faiss.omp_set_num_threads, (1,))
 
     @classmethod
     def open(cls, path: Path) -> "Locks":
@@ -990,7 +989,7 @@ class FactStore:
             elif id:  # the turn's own tool has stored it already, in place of this one
                 self.mem0.delete(id)
             return
-        new = {name: operation[name] for name in ("kind", "importance")}
+        new = {"kind": operation["kind"], "importance": operation["importance"]}
         new |= {"source": turn.key, "last_seen_at": seen}
         if id:
             self.mem0.update(id, text, metadata=new)
@@ -1164,10 +1163,7 @@ def final_forms(
 
 
 def same_matter(text: str, fact: str, said: set[str]) -> bool:
-    """Tell whether a text may replace a fact: they share a word, and the things they tell of.
-
-    `said` has the user's words.
-    """
+    """Tell whether a text may replace a fact: they share a word, and the things they tell of."""
     first, _, rest = fact.partition(" ")
     # A name at the beginning is no matter ("Eva is pregnant"), a verb is ("Likes tea").
     words = key_words(rest if first.istitle() and first[-1] != "s" else fact)
@@ -2049,10 +2045,8 @@ class Turn:
             prompt = [as_message("system", system + earlier)]
             for turn in turns:
                 answer = turn["response"] or "(interrupted)"
-                prompt += [
-                    as_message("user", turn["query"]),
-                    as_message("assistant", answer),
-                ]
+                prompt.append(as_message("user", turn["query"]))
+                prompt.append(as_message("assistant", answer))
             prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
             if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
                 return prompt

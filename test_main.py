@@ -1357,7 +1357,7 @@ def test_a_stop_lets_a_turn_end_and_nothing_is_left_outside_the_folder(model, tm
     ("TOOL_TIMEOUT", "0"), ("UPSTREAM_TIMEOUT", "nan"), ("RERANK_TIMEOUT", "inf"),
     ("API_KEY", "  "), ("OPENAI_API_KEY", "a\nb"), ("RERANK_BASE_URL", "http://x:99999/v1"),
     ("CHAT_EXTRA_BODY", "[1]"), ("CHAT_EXTRA_BODY", "{"), ("DATA_DIR", "/proc/x"),
-    ("OPENAI_BASE_URL", "localhost:8000/v1")])  # fmt: skip
+    ("OPENAI_BASE_URL", "localhost:8000/v1"), ("OPENAI_BASE_URL", "http://:pw@x/v1")])  # fmt: skip
 def test_a_bad_setting_ends_the_start(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=f".*{name}.*") as raised:
@@ -1699,6 +1699,7 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
     memory.one_line("[" + " " * 999_999)  # takes hours where a pattern goes back
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40, "'" * 99):
         memory.storable(text), memory.is_said("note it", 200 * text)
+    assert not memory.is_said("note it", "it " * 15_000 + "note it")  # nor in time
 
 
 def test_an_answer_is_operations_or_a_bad_one():
@@ -1982,8 +1983,7 @@ def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, 
     chat.learned()
     query = {"query": "plumber Enzo", "k": 1}
     found = use(chat, model, "search_conversations", query)
-    day = f"{datetime.now(UTC):%Y-%m-%d}"
-    for text in (A, f"{day} user: Hello", f"{day} assistant: ", "Come on Tuesday"):
+    for text in (A, memory.now()[:10], "user: Hello", "assistant: ", "Come on Tuesday"):
         assert text in found
     found = use(chat, model, "search_conversations", query | {"k": 9})
     assert found.count("user: The plumber is called Enzo Ferri") == 1
