@@ -653,7 +653,7 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
         function, index = piece.get("function") or {}, piece.get("index")
-        id, name = piece.get("id") or "", str(function.get("name") or "")
+        id, name = str(piece.get("id") or ""), str(function.get("name") or "")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.bytes_left -= len(text)

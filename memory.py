@@ -402,7 +402,7 @@ class Locks:
 # --- Search ---
 
 RARE = 3.25  # sigmas that a word held by one entry alone is worth, in a plain ranking
-ALL = 6.0  # sigmas that holding all words of the query is worth, in a cut one
+ALL = 6.0  # sigmas that holding all words of the query is worth, with a cutoff
 GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
@@ -475,9 +475,9 @@ class Index:
 
         meaning = (cosine - its mean) / how far the entries' own cosines lie apart
         plain:    evidence = meaning + RARE * bm25 / ln(n + 2), near to its most for a word
-        cut:      evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
+        cutoff:   evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
 
-    If the best has less than GATE m, the cut leaves nothing; else what has FLOOR m and is
+    If the best has less than GATE m, the cutoff leaves nothing; else what has FLOOR m and is
     at most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
     """
 
@@ -842,7 +842,7 @@ class IndexedFiles(UserFiles):
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
         files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        # As a stamp has, for `keep`, the size in second place
+        # `keep` reads the size in second place, as in a stamp.
         version = files, sum(each[1] for each in files if each), self.model
         index = self.cache.get(self.folder, version)
         if index is None:
@@ -1113,9 +1113,9 @@ def admit(
     """Return the operations of an answer that may pass, in their final form.
 
     Each has `op`, `turn` (where the evidence stands), `id` of the fact (but for add), and
-    `text`, `kind`, `importance` (but for delete). `facts` are those that the model was shown;
-    `nearest` has, by a turn's key, the id of
-    the fact that is nearest to its query by their vectors.
+    `text`, `kind`, `importance` (but for delete). `facts` are those that the model was
+    shown; `nearest` has, by a turn's key, the id of the fact that is nearest to its query
+    by their vectors.
     """
     finals: list[Operation] = []
     for operation in [one for one in proposed if isinstance(one, dict)]:
@@ -1208,8 +1208,8 @@ def is_said(evidence: Any, query: str) -> bool:
     A Chinese or Thai letter counts as three, an Indian one, whose vowel is left out, as two.
     A query that turns against the rules gives no evidence, nor does what it only quotes.
     """
-    words, said = alnum(str(evidence or "")), QUOTED.sub(" ", query[:MAX_READ])
-    if re.search(OVERRIDE, query[:MAX_READ]) or not words:
+    words, said = alnum(str(evidence or "")), QUOTED.sub(" ", query)[:MAX_READ]
+    if re.search(OVERRIDE, query) or not words:
         return False
     forms = [alnum(said), alnum(redact(said))]  # the model was shown no secrets
     weighed = re.sub("[\u0900-\u0dff]", "..", re.sub(UNSPACED, "...", words))
@@ -1405,7 +1405,7 @@ def json_schema(name: str, properties: Row) -> Row:
 
 def operations_schema(facts: int) -> Row:
     """Return the schema of an answer that may name so many facts."""
-    # Where none is shown, a weak model would update it all the same.
+    # Where none is shown, a weak model would update one all the same.
     ops = FIELDS["op"] if facts else {"type": "string", "enum": ["add"]}
     ids = FIELDS["id"] | {"enum": [*range(facts), None]}
     items = json_schema("operation", FIELDS | {"op": ops, "id": ids})["schema"]
@@ -1427,7 +1427,10 @@ def learning_request(facts: list[str], rows: list[Row], budget: int = 0) -> Mess
     `budget` has the tokens left for facts and turns, 0: 500 bytes of each part.
     """
     # In bytes, each of which costs 0.4 tokens, see `prompt_tokens`
-    sizes = {"query": max(500, budget), "response": max(500, min(1000, budget // 3))}
+    sizes = {
+        "query": min(max(500, budget), MAX_READ),
+        "response": max(500, min(1000, budget // 3)),
+    }
     turns = []
     for row in rows:
         # Not all of it: to look through 32,000 characters takes 20 ms.
@@ -1746,7 +1749,7 @@ class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
 
     At most `learn_concurrency` users are learned from at once. Pauses, and embeddings of
-    what is stored, are waited for outside of that; inside, only those that choose facts.
+    what is stored, are waited for outside of that; inside, only to choose the facts shown.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
@@ -2098,11 +2101,11 @@ class Turn:
         def keep(store: FactStore, files: UserFiles) -> list[Row]:
             rows = files.turns_after(self.session_id, 0)
             rows += [waiting.row for waiting in self.unlearned]
-            queries = [self.message, *(row["query"] for row in reversed(rows))]
-            query = "\n".join(QUOTED.sub("", text) for text in queries)
-            row: Any = {"turn": self.number, "query": query, "response": ""}
+            queries = [row["query"] for row in rows] + [self.message]
+            row: Any = {"turn": self.number, "query": self.message, "response": ""}
             turn = Unlearned(self.session_id, row | {"ended_at": now()})
-            said, verdicts = key_words(query), []
+            said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
+            verdicts = []
             for item in map(one_line, items[:20]):
                 finals = final_forms({"op": "add", "text": item}, None, turn, None)
                 words, facts, reason = key_words(item), store.state.facts, ""

@@ -1699,7 +1699,8 @@ def test_no_secret_nothing_passing_and_no_instruction_is_kept():
     memory.one_line("[" + " " * 999_999)  # takes hours where a pattern goes back
     for text in ("note -- " * 20, "remember: " * 16, "sk-" * 53, "eyJ-" * 40, "'" * 99):
         memory.storable(text), memory.is_said("note it", 200 * text)
-    assert not memory.is_said("note it", "it " * 15_000 + "note it")  # nor in time
+    for text in ("it " * 15_000 + "note it", f'"note it{"," * 40_000}"'):
+        assert not memory.is_said("note it", text)  # beyond what is read; a quotation
 
 
 def test_an_answer_is_operations_or_a_bad_one():
@@ -1944,7 +1945,8 @@ def use(chat, model, name, arguments, message="please", session=B):
 def test_propose_memory_keeps_only_what_the_user_said(chat, model):
     teach(chat, model, ["User lives in Rome."])
     model.hold_learning.clear()
-    chat.ask("My sister Olga skis", session=C)
+    for text in ("My sister Olga skis", *["la " * 4000] * 3):
+        chat.ask(text, session=C)
     items = {
         "User plays the cello in Rome.": True,  # two of three words are said
         "User has a sister Olga.": True,  # in another session, not yet learned
@@ -1955,12 +1957,10 @@ def test_propose_memory_keeps_only_what_the_user_said(chat, model):
         "Olga": False,
     }
     told = "I play the cello, my PIN is 4711"
-    told = use(chat, model, "propose_memory", {"items": [*items]}, told)
-    verdicts = json.loads(told)
+    verdicts = json.loads(use(chat, model, "propose_memory", {"items": [*items]}, told))
     assert {v["item"]: v["accepted"] for v in verdicts} == items
     assert all("score" in v for v in verdicts) and "known" in verdicts[2]["reason"]
-    tomorrow = f"{datetime.now(UTC) + timedelta(1):%Y-%m-%d}"
-    dated = f"User plays the cello on {tomorrow}."
+    dated = f"User plays the cello on {datetime.now(UTC) + timedelta(1):%Y-%m-%d}."
     assert set(chat.facts()) == {*[*items][:3], dated}
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextvars
 import inspect
 import json
 import logging
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 logger = logging.getLogger(__name__)
 MAX_RESULT_BYTES = 8_000  # of one result, about 2,000 tokens
-# Of our own: in asyncio's, tools that hang keep the service from looking up names.
+# Of our own: in asyncio's, six tools that hang keep the service from looking up names.
 THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
@@ -88,8 +89,8 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         else:
             # A future cannot hold a StopIteration; a generator makes a RuntimeError of it.
             once = (call(arguments) for _ in range(1))
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(THREADS, next, once)
+            loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+            result = await loop.run_in_executor(THREADS, run, next, once)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[:8]
         said = [": ".join(map(str, [*w["loc"], w["msg"]]))[:200] for w in wrong]

@@ -60,8 +60,8 @@ async def answers(client, count, facts, message, last_line):
     if not last_line:
         *lines, _, end = block.split("\n")
         block = "\n".join([*lines, end])
-    prompt = [main.memory.message("system", main.SYSTEM)]
-    prompt.append(main.memory.message("user", f"{block}\n\n{message}"))
+    prompt = [main.memory.as_message("system", main.SYSTEM)]
+    prompt.append(main.memory.as_message("user", f"{block}\n\n{message}"))
     reply = await client.chat.completions.create(
         model=main.settings.chat_model,
         messages=prompt,

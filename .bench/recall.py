@@ -87,7 +87,7 @@ class Service:
 
     async def search(self, user: str, query: str, k: int) -> list[tuple[str, float]]:
         vector = (await self.memory.embedder.vectors([query]))[0]
-        found = self.indexes[user].search(query, vector, k, cut=False)
+        found = self.indexes[user].search(query, vector, k, cutoff=False)
         return [(f"{e.session_id}/{e.key} {e.text}", score) for score, e in found]
 
     async def close(self) -> None:
