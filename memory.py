@@ -2102,7 +2102,7 @@ class Turn:
             rows = files.turns_after(self.session_id, 0)
             rows += [waiting.row for waiting in self.unlearned]
             queries = [row["query"] for row in rows] + [self.message]
-            row: Any = {"turn": self.number, "query": self.message, "response": ""}
+            row: Any = {"turn": self.number, "query": "", "response": ""}
             turn = Unlearned(self.session_id, row | {"ended_at": now()})
             said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
             verdicts = []
