@@ -338,7 +338,7 @@ class Locks:
         self.path, self.loop = path, asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        self.owners = self.holding = 0  # memories that use it, locks that are held
+        self.owners = 0  # memories that use it
         # A pool of our own: tools that hang must not keep turns from being saved. In each
         # of its threads FAISS uses one thread: to wake more took 4 ms a search.
         self.disk = ThreadPoolExecutor(None, "disk", faiss.omp_set_num_threads, (1,))
@@ -370,13 +370,11 @@ class Locks:
             while not self.try_lock(offset):
                 await asyncio.sleep(pause)
                 pause = min(0.02, pause * 2)
-            self.holding += 1
             try:
                 yield
             finally:
                 with suppress(OSError):  # the kernel frees it when the file is closed
                     fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
-                self.holding -= 1
 
     def try_lock(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
@@ -386,7 +384,7 @@ class Locks:
             return False
         except OSError:
             # GlusterFS does not open a descriptor again that holds locks.
-            if not self.holding:
+            if len(self.tasks) == 1:  # else others may hold some
                 new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 os.close(self.file)
                 self.file = new
@@ -576,7 +574,7 @@ class Vectors(dict[int, np.ndarray]):
 class Transcript:
     """One file of a session."""
 
-    turns: dict[str, TurnRow] = field(default_factory=dict)  # by number
+    turns: dict[int, TurnRow] = field(default_factory=dict)  # by number
     summary: str = ""  # of what stands before
     turn: int = 0  # the last that the summary holds
 
@@ -584,13 +582,13 @@ class Transcript:
     def parse(cls, content: bytes) -> "Transcript":
         tables = pydantic_core.from_json(content)
         [summary] = tables["summary"].values()
-        turns = dict(sorted(tables["turns"].items(), key=lambda item: int(item[0])))
-        parsed = TRANSCRIPT.validate_python(summary | {"turns": turns})
-        if [str(row["turn"]) for row in parsed.turns.values()] != [*parsed.turns]:
+        turns = sorted(tables["turns"].items(), key=lambda item: int(item[0]))
+        parsed = TRANSCRIPT.validate_python(summary | {"turns": dict(turns)})
+        if [row["turn"] for row in parsed.turns.values()] != [*parsed.turns]:
             raise ValueError("turns do not stand under their numbers")
         return parsed
 
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, dict[Any, Any]]:
         """Return it as TinyDB's tables."""
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": self.turns, "summary": {"1": summary}}
@@ -719,17 +717,17 @@ class UserFiles:
     def last_turn(self, session_id: str) -> int:
         """Return the number of a session's last turn, 0: there is none."""
         newest = self.transcript(session_id)
-        return max([newest.turn, *map(int, newest.turns or self.older(session_id))])
+        return max([newest.turn, *(newest.turns or self.older(session_id))])
 
     def turns_after(self, session_id: str, mark: int) -> list[TurnRow]:
         """Return a session's turns beyond a number."""
         newest = self.transcript(session_id).turns
         # To list the folder for each session takes seconds where there are a thousand.
-        older = [] if str(mark + 1) in newest else self.older(session_id)
-        turns: dict[str, TurnRow] = {}  # after a kill two files may hold the same
+        older = [] if mark + 1 in newest else self.older(session_id)
+        turns: dict[int, TurnRow] = {}  # after a kill two files may hold the same
         for last in [last for last in older if last > mark]:
             turns |= self.transcript(session_id, last).turns
-        return [row for row in (turns | newest).values() if row["turn"] > mark]
+        return [row for number, row in (turns | newest).items() if number > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
         """Return what `load` does, and the turns that wait, by their end; unlink stale markers."""
@@ -777,11 +775,11 @@ class UserFiles:
         turns, table = self.transcript(session_id).turns, database.table("turns")
         if len(turns) >= FILE_TURNS:  # the older half gets a file of its own
             older = dict(itertools.islice(turns.items(), FILE_TURNS // 2))
-            path = self.path(session_id, max(map(int, older)))
+            path = self.path(session_id, max(older))
             if self.cache.load(path, Transcript).turns not in ({}, older):
                 set_aside(path)
             self.cache.write(path, Transcript(older))
-            table.remove(doc_ids=map(int, older))
+            table.remove(doc_ids=older)
         table.insert(Document(row, doc_id=number))
 
     def erase(self, *patterns: str) -> None:
@@ -853,14 +851,13 @@ class IndexedFiles(UserFiles):
     def search_past(
         self, query: str, vector: np.ndarray | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
-        """Return at most k past turns as session_id and [turn before, the turn, turn after]."""
+        """Return at most k past turns as session_id and turns: before it, itself, and after."""
         hits = self.index(MESSAGES).search(query, vector, 4 * k, cutoff=False)
         exchanges: list[tuple[str, list[TurnRow]]] = []
         shown = set[tuple[str, int]]()
         for _, (session_id, number, *_) in hits:
             if (session_id, number) not in shown and len(exchanges) < k:
-                turns = self.turns_after(session_id, number - 2)
-                turns = [turn for turn in turns if turn["turn"] < number + 2]
+                turns = self.turns_after(session_id, number - 2)[:3]
                 exchanges.append((session_id, turns))
                 shown |= {(session_id, turn["turn"]) for turn in turns}
         return exchanges
@@ -885,7 +882,7 @@ def list_sessions(files: UserFiles) -> list[Row]:
     sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
-        ended = turns[str(last)]["ended_at"] if turns else None
+        ended = turns[last]["ended_at"] if turns else None
         sessions.append({"session_id": session_id, "turns": last, "updated_at": ended})
     return sorted(sessions, key=lambda row: row["updated_at"] or "", reverse=True)
 
@@ -923,8 +920,13 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
         state = replace(state, facts={}, history=[], learned=state.learned | learned)
     else:
         # Forgotten and learned again, the same words stand under two ids.
-        gone = set().union(*map(history_texts, fact_history(files, fact_id)))
-        history = [row for row in state.history if not gone & history_texts(row)]
+        rows = fact_history(files, fact_id)
+        gone = {row["old_memory"] for row in rows} | {row["new_memory"] for row in rows}
+        history = [
+            row
+            for row in state.history
+            if not gone & {row["old_memory"], row["new_memory"]} - {None}
+        ]
         facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
         state = replace(state, facts=facts, history=history)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
@@ -941,10 +943,6 @@ def fact_history(files: UserFiles, fact_id: str) -> list[HistoryRow]:
     if not rows and fact_id not in state.facts:
         raise NotFound("fact")
     return rows
-
-
-def history_texts(row: HistoryRow) -> set[str | None]:
-    return {row["old_memory"], row["new_memory"]} - {None}
 
 
 def delete_user(files: UserFiles) -> None:
