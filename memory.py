@@ -679,24 +679,15 @@ class UserFiles:
     cache: FileCache = field(default_factory=FileCache)
     model: str = ""  # that makes vectors
 
-    def load(self, name: str = "") -> State:
-        """Return the facts' file; where it is missing or damaged, begin it, all sessions unlearned.
-
-        NotFound: there is no folder.
-        """
+    def load(self) -> State:
+        """Return the facts' file; NotFound: there is none, and only `begin` makes one."""
         state = self.cache.load(self.folder / "memory.json", State)
-        if state.id:
-            return state
-        if not self.folder.is_dir():
+        if not state.id:
             raise NotFound("user")
-        with durable(self.folder):  # first, or after a kill nobody would learn them
-            for session_id in self.sessions():
-                (self.folder / f"{session_id}.unlearned").touch()
-        return self.write(State(name, uuid.uuid4().hex))
-
-    def write(self, state: State) -> State:
-        self.cache.write(self.folder / "memory.json", state)
         return state
+
+    def write(self, state: State) -> None:
+        self.cache.write(self.folder / "memory.json", state)
 
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
@@ -754,9 +745,13 @@ class UserFiles:
         if not self.folder.is_dir():
             with durable(self.folder.parent):
                 self.folder.mkdir()
-        state = self.load(name)
-        if state.name != name:  # a learner that began the file anew knew no name
-            self.write(replace(state, name=name))
+        try:
+            self.load()
+        except NotFound:  # new, or damaged: then all is learned again
+            with durable(self.folder):  # first, or after a kill nobody would learn it
+                for known in self.sessions():
+                    (self.folder / f"{known}.unlearned").touch()
+            self.write(State(name, uuid.uuid4().hex))
         state, waiting = self.load_unlearned()
         number = self.last_turn(session_id) + 1
         return number, state, self.transcript(session_id), waiting
@@ -878,7 +873,8 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 
 def list_sessions(files: UserFiles) -> list[Row]:
     """Return the sessions, the latest first."""
-    files.load()
+    if not files.folder.is_dir():
+        raise NotFound("user")
     sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
