@@ -582,8 +582,7 @@ class Transcript:
     def parse(cls, content: bytes) -> "Transcript":
         tables = pydantic_core.from_json(content)
         [summary] = tables["summary"].values()
-        turns = sorted(tables["turns"].items(), key=lambda item: int(item[0]))
-        parsed = TRANSCRIPT.validate_python(summary | {"turns": dict(turns)})
+        parsed = TRANSCRIPT.validate_python(summary | {"turns": tables["turns"]})
         if [row["turn"] for row in parsed.turns.values()] != [*parsed.turns]:
             raise ValueError("turns do not stand under their numbers")
         return parsed
