@@ -1237,10 +1237,7 @@ async def delete_memories(user: Owner) -> None:
 
 @app.get("/users/{user_id}/sessions")
 async def list_sessions(user: Owner) -> Json:
-    found: list[Json] = []
-    with suppress(NotFound):
-        found = await service().memory.user_data(user, memory.list_sessions)
-    return {"sessions": found}
+    return {"sessions": await service().memory.user_data(user, memory.list_sessions)}
 
 
 @app.get("/users/{user_id}/sessions/{session_id}")

@@ -678,10 +678,10 @@ class UserFiles:
     cache: FileCache = field(default_factory=FileCache)
     model: str = ""  # that makes vectors
 
-    def load(self) -> State:
-        """Return the facts' file; NotFound: there is none, and only `begin` makes one."""
+    def load(self, id: str = "") -> State:
+        """Return the facts' file, which `begin` makes; NotFound: it is not there with this id."""
         state = self.cache.load(self.folder / "memory.json", State)
-        if not state.id:
+        if not state.id or id not in ("", state.id):
             raise NotFound("user")
         return state
 
@@ -757,9 +757,9 @@ class UserFiles:
 
     def append(self, user_id: str, session_id: str, row: TurnRow) -> None:
         """Write a turn at the end of its session; NotFound: that was deleted meanwhile."""
-        state, number = self.load(), row["turn"]
-        if state.id != user_id or self.last_turn(session_id) != number - 1:
-            raise NotFound("user or session")
+        state, number = self.load(user_id), row["turn"]
+        if self.last_turn(session_id) != number - 1:
+            raise NotFound("session")
         # A mark left by a transcript that is gone would count this turn as learned.
         if state.learned.get(session_id, 0) >= number:
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
@@ -792,9 +792,9 @@ class IndexedFiles(UserFiles):
         """Return the facts or messages that belong in a file of vectors, by vector id."""
         entries: list[Entry] = []
         if file == FACTS:
-            for fact in self.load().facts.values():
+            for id, fact in self.load().facts.items():
                 day = long_date(fact["created_at"])
-                entries.append(Entry("", fact["id"], fact["text"], "", "", day))
+                entries.append(Entry("", id, fact["text"], "", "", day))
         else:
             apart = UserFiles(self.folder)  # not by the cache, which this would fill
             for session_id in self.sessions():
@@ -868,8 +868,6 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 
 def list_sessions(files: UserFiles) -> list[Row]:
     """Return the sessions, the latest first."""
-    if not files.folder.is_dir():
-        raise NotFound("user")
     sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
@@ -1655,9 +1653,7 @@ class Memory:
         """
 
         def work(files: UserFiles) -> T:
-            state = files.load()
-            if id not in ("", state.id):
-                raise NotFound("user")
+            state = files.load(id)
             # What `load` gave is never changed.
             copies: Row = {name: copy(value) for name, value in vars(state).items()}
             store = FactStore(self.mem0, State(**copies))
