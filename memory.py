@@ -722,7 +722,7 @@ class UserFiles:
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
         """Return what `load` does, and the turns that wait, by their end; unlink stale markers."""
         state, each = self.load(), []
-        for marker in sorted(self.folder.glob("*.unlearned")):
+        for marker in self.folder.glob("*.unlearned"):
             session_id = marker.stem
             turns = self.turns_after(session_id, state.learned.get(session_id, 0))
             each.append([Unlearned(session_id, row) for row in turns])
