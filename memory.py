@@ -56,7 +56,8 @@ from weakref import WeakValueDictionary
 import faiss
 import numpy as np
 import pydantic_core
-from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, with_config
+from pydantic import AfterValidator, Field, JsonValue, with_config
+from pydantic.dataclasses import dataclass as validated
 from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
@@ -282,10 +283,8 @@ class FileCache:
         return self.load(path, kind)
 
     def write(self, path: Path, value: Kind) -> None:
-        """Replace a file; ValueError: the new one could not be read again."""
-        content = value.dump()
-        value = value.parse(content)
-        replace_file(path, content)
+        """Replace a file; ValueError: it would hold what is no text."""
+        replace_file(path, value.dump())
         self.keep(path, stamp(path), value)
 
     def get(self, path: Path, stamp: Any) -> Any:
@@ -560,7 +559,7 @@ class Vectors(dict[int, np.ndarray]):
 # needs `<user>` held and locks nothing.
 
 
-@dataclass(frozen=True)
+@validated(frozen=True)
 class Transcript:
     """One file of a session."""
 
@@ -572,7 +571,7 @@ class Transcript:
     def parse(cls, content: bytes) -> "Transcript":
         tables = pydantic_core.from_json(content)
         [summary] = tables["summary"].values()
-        parsed = TRANSCRIPT.validate_python(summary | {"turns": tables["turns"]})
+        parsed = cls(tables["turns"], **summary)
         if [row["turn"] for row in parsed.turns.values()] != [*parsed.turns]:
             raise ValueError("turns do not stand under their numbers")
         return parsed
@@ -608,9 +607,9 @@ class TranscriptStorage(Storage):
         self.cache.write(self.path, Transcript(data["turns"], **data["summary"]["1"]))
 
 
-@dataclass(frozen=True)
+@validated(frozen=True)
 class State:
-    """What memory.json holds: TinyDB's tables `user`, `facts`, `learned` and `history`."""
+    """What memory.json holds, in TinyDB's tables. Making one checks and copies its parts."""
 
     name: str = ""
     id: str = ""  # random: tells a user from one of the same name, deleted before
@@ -625,8 +624,7 @@ class State:
         [user] = rows["user"]
         facts = {row["id"]: row for row in rows["facts"]}
         learned = {row["session_id"]: row["turn"] for row in rows["learned"]}
-        given = user | {"facts": facts, "learned": learned, "history": rows["history"]}
-        return STATE.validate_python(given)
+        return cls(**user, facts=facts, learned=learned, history=rows["history"])
 
     def dump(self) -> bytes:
         tables = {
@@ -637,9 +635,6 @@ class State:
         }
         numbered = {name: dict(enumerate(rows, 1)) for name, rows in tables.items()}
         return pydantic_core.to_json(numbered)
-
-
-STATE, TRANSCRIPT = TypeAdapter(State), TypeAdapter(Transcript)
 
 
 class Unlearned(NamedTuple):
@@ -1642,12 +1637,11 @@ class Memory:
 
         def work(files: UserFiles) -> T:
             state = files.load(id)
-            # What `load` gave is never changed.
-            copies: Row = {name: copy(value) for name, value in vars(state).items()}
-            store = FactStore(self.mem0, State(**copies))
+            # A copy, as what `load` gave is never changed
+            store = FactStore(self.mem0, replace(state))
             result = function(store, files)
             if store.state != state:
-                files.write(store.state)
+                files.write(replace(store.state))
             return result
 
         result = await self.run(user, work)
