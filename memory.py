@@ -56,7 +56,7 @@ from weakref import WeakValueDictionary
 import faiss
 import numpy as np
 import pydantic_core
-from pydantic import AfterValidator, Field, JsonValue, with_config
+from pydantic import AfterValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass as validated
 from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
@@ -120,7 +120,6 @@ class Fact(TypedDict):
     source: str  # session_id/turn
 
 
-@with_config(strict=True)
 class TurnRow(TypedDict):
     """One turn in a transcript."""
 
