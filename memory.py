@@ -197,8 +197,8 @@ def normal_name(name: str) -> str:
     name = unicodedata.normalize("NFC", name.strip())
     # Not str.isprintable(): that refuses joined emoji.
     if not re.fullmatch(r"(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", name):
-        rule = "a name has 1 to 128 characters, no slashes, control characters"
-        raise ValueError(f"{rule} or surrogates, and not only dots")
+        rule = "1 to 128 characters, no slash or control character, and not only dots"
+        raise ValueError(rule)
     return name
 
 
@@ -373,7 +373,7 @@ class Locks:
         except OSError:
             # GlusterFS does not open a descriptor again that holds locks.
             if len(self.tasks) == 1:  # else others may hold some
-                new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+                new = os.open(self.path, os.O_RDWR)
                 os.close(self.file)
                 self.file = new
             raise
