@@ -853,7 +853,7 @@ def list_sessions(files: UserFiles) -> list[Row]:
     sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
-        ended = turns[last]["ended_at"] if turns else None
+        ended = turns[last]["ended_at"] if last in turns else None
         sessions.append({"session_id": session_id, "turns": last, "updated_at": ended})
     return sorted(sessions, key=lambda row: row["updated_at"] or "", reverse=True)
 
