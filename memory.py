@@ -330,24 +330,34 @@ class Locks:
     others, and the kernel sees deadlocks where independent tasks wait.
     """
 
-    opened: ClassVar[dict[Path, asyncio.AbstractEventLoop]] = {}
+    opened: ClassVar[dict[Path, "Locks"]] = {}
 
     def __init__(self, path: Path):
-        """Open a file; RuntimeError: another memory has it open, in a loop that may go on."""
         self.path, self.loop = path, asyncio.get_running_loop()
-        if path in self.opened and not self.opened[path].is_closed():
-            raise RuntimeError(f"{path.parent} is open already")
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.opened[path] = self.loop
         self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        self.owners = 0  # memories that use it
         # A pool of our own: tools that hang must not keep turns from being saved. In each
         # of its threads FAISS uses one thread: to wake more took 4 ms a search.
         self.disk = ThreadPoolExecutor(None, "disk", faiss.omp_set_num_threads, (1,))
 
+    @classmethod
+    def open(cls, path: Path) -> "Locks":
+        """Return the one for a file; RuntimeError: another event loop has it open."""
+        locks = cls.opened.get(path)
+        if locks is None or locks.loop.is_closed():  # its loop ended without `close`
+            locks = cls.opened[path] = cls(path)
+        if locks.loop is not asyncio.get_running_loop():
+            raise RuntimeError(f"{path.parent} is open in another event loop")
+        locks.owners += 1
+        return locks
+
     def close(self) -> None:
-        self.disk.shutdown()
-        os.close(self.file)
-        del self.opened[self.path]
+        self.owners -= 1
+        if not self.owners:
+            self.disk.shutdown()
+            os.close(self.file)
+            del self.opened[self.path]
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
@@ -1586,9 +1596,9 @@ class Memory:
     async def open(self) -> None:
         """Take the folder, and go on learning what a crash or a stop left unlearned.
 
-        OSError: it cannot be written. RuntimeError: it is open in this process already.
+        OSError: it cannot be written. RuntimeError: another running event loop has it open.
         """
-        self.locks = Locks(self.folder / ".lock")
+        self.locks = Locks.open(self.folder / ".lock")
         self.learner.tasks[""] = asyncio.create_task(self.learner.resume())
 
     async def close(self) -> None:
