@@ -796,7 +796,11 @@ class IndexedFiles(UserFiles):
         return {entry.vector_id(self.model): entry for entry in entries}
 
     def vectors(self, file: str) -> Vectors:
-        return self.cache.load(self.folder / file, Vectors)
+        try:
+            return self.cache.load(self.folder / file, Vectors)
+        except OSError:  # facts are found by their words, and vectors are made again
+            log.exception("%s cannot be read", self.folder / file)
+            return Vectors()
 
     def missing(self, file: str) -> dict[int, Entry]:
         """Return the entries without a vector, by its id."""

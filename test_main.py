@@ -3130,12 +3130,15 @@ def die_together(root):
     print(len(lines))
 
 
-def test_turns_are_found_without_a_look_at_the_folder(tmp_path):
+def test_facts_without_readable_vectors_are_found(tmp_path):
     for text in ("I like w1", "I like w2"):
         asyncio.run(live(tmp_path, text))
     files = memory.IndexedFiles(tmp_path / "ann")
     files.older = None  # it is not listed for what the newest file holds
     assert [row["turn"] for row in files.turns_after(A, 0)] == [1, 2]
+    (files.folder / memory.FACTS).unlink()
+    (files.folder / memory.FACTS).mkdir()
+    assert files.search_facts("w2", None, 1)
 
 
 def test_a_damaged_session_goes_on_behind_its_older_files(tmp_path, monkeypatch):
