@@ -672,9 +672,18 @@ class UserFiles:
     cache: FileCache = field(default_factory=FileCache)
     model: str = ""  # that makes vectors
 
-    def load(self, id: str = "") -> State:
-        """Return the facts' file, which `begin` makes; NotFound: it is not there with this id."""
+    def load(self, id: str = "", name: str = "") -> State:
+        """Return the facts' file; where it is missing or damaged, begin it, all sessions unlearned.
+
+        NotFound: there is no folder, or the user has not this id.
+        """
         state = self.cache.load(self.folder / "memory.json", State)
+        if not state.id and self.folder.is_dir():
+            with durable(self.folder):  # first, or after a kill nobody would learn them
+                for session_id in self.sessions():
+                    (self.folder / f"{session_id}.unlearned").touch()
+            state = State(name, uuid.uuid4().hex)
+            self.write(state)
         if not state.id or id not in ("", state.id):
             raise NotFound("user")
         return state
@@ -738,13 +747,9 @@ class UserFiles:
         if not self.folder.is_dir():
             with durable(self.folder.parent):
                 self.folder.mkdir()
-        try:
-            self.load()
-        except NotFound:  # new, or damaged: then all is learned again
-            with durable(self.folder):  # first, or after a kill nobody would learn it
-                for known in self.sessions():
-                    (self.folder / f"{known}.unlearned").touch()
-            self.write(State(name, uuid.uuid4().hex))
+        state = self.load(name=name)
+        if state.name != name:  # a learner that began the file anew knew no name
+            self.write(replace(state, name=name))
         state, waiting = self.load_unlearned()
         number = self.last_turn(session_id) + 1
         return number, state, self.transcript(session_id), waiting
