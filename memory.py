@@ -1120,7 +1120,7 @@ def admit(
     finals: list[Operation] = []
     for operation in [one for one in proposed if isinstance(one, dict)]:
         id = operation.get("id")
-        fact = next((fact for n, fact in enumerate(facts) if id in (n, str(n))), None)
+        fact = next((fact for n, fact in enumerate(facts) if id in (n, str(n))), {})
         for turn in reversed(turns):
             if is_said(operation.get("evidence"), turn.row["query"]):
                 finals += final_forms(operation, fact, turn, nearest.get(turn.key))
@@ -1134,44 +1134,33 @@ def admit(
 
 
 def final_forms(
-    operation: Operation, fact: Row | None, turn: Unlearned, near: str | None
+    operation: Operation, fact: Row, turn: Unlearned, near: str | None
 ) -> list[Operation]:
     """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
     op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
-    said = key_words(turn.row["query"])
-    old = key_words(fact["text"] if fact else "")
+    known = fact.get("text", "")
+    said, old, new = map(key_words, (turn.row["query"], known, text))
     if op == "delete" and fact and (said & old or fact["id"] == near):
         return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
         return []  # NaN is not >= 0.2 either
-    if not said & key_words(text) and alnum(text) in alnum(turn.row["response"]):
+    if not said & new and alnum(text) in alnum(turn.row["response"]):
         return []  # the assistant's own words
+    if op == "update" and known in ("", text):
+        return []
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     texts = final_texts(text, turn.row["ended_at"])
     finals = [final | {"text": one} for one in texts]
-    if op == "update":
-        # It changes nothing unless the user names the fact, or it says more than that.
-        new = said & old or key_words(text) - old
-        if not fact or not new or texts == [fact["text"]]:
-            return []
-        if same_matter(text, fact["text"], said):
-            finals[0] |= {"op": "update", "id": fact["id"]}
+    # It replaces a fact if both share a word and the things they tell of, or begin alike
+    # ("User has") and the user names the old one.
+    alike = said & old and text.split()[:2] == known.split()[:2]
+    things = key_words(" ".join(THING.findall(f"{text}|{known}")))
+    if op == "update" and (new & old or alike) and things <= new & old:
+        finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
-
-
-def same_matter(text: str, fact: str, said: set[str]) -> bool:
-    """Tell whether a text may replace a fact: they share a word, and the things they tell of."""
-    first, _, rest = fact.partition(" ")
-    # A name at the beginning is no matter ("Eva is pregnant"), a verb is ("Likes tea").
-    words = key_words(rest if first.istitle() and first[-1] != "s" else fact)
-    shared = key_words(text) & words
-    if not shared:  # They begin alike ("User has"), and the user names the old fact.
-        return text.split()[:2] == fact.split()[:2] and bool(words & said)
-    things = [match[1] for match in map(THING.match, (text, fact)) if match]
-    return key_words(" ".join(things)) <= shared
 
 
 def without_named(text: str, words: set[str]) -> str:
@@ -1307,7 +1296,7 @@ MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 QUOTES = r"""(?s)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[”»]"""
 QUOTED = re.compile(QUOTES)
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
-THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[^'’]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
+THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[\w -]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
 NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?:\s[^\Wa-z_][\w+#-]*)?"
 ITEMS = NAME, r"an?\s[\w-]+", r"[\w+#-]+"  # names, things, words
@@ -2107,7 +2096,7 @@ class Turn:
             said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
             verdicts = []
             for item in map(one_line, items[:20]):
-                finals = final_forms({"op": "add", "text": item}, None, turn, None)
+                finals = final_forms({"op": "add", "text": item}, {}, turn, None)
                 words, facts, reason = key_words(item), store.state.facts, ""
                 score = round(len(words & said) / max(1, len(words)), 2)
                 if not finals:

@@ -1747,9 +1747,8 @@ User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
 User has a dog named Rex. | My parrot sings | update | User has a parrot. | add
 User has a dog named Rex. | Rex died, now a budgie | update | User has a budgie. | update
-Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | add
+User has a dog named Rex. | Rex and I are in Rome | update | User lives in Rome. | add
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
-User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
 User keeps bees. | I gave my bees away | delete | - | delete
 User has a cat and a dog. | The cat ran away | update | User has a dog. | update
