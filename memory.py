@@ -1085,10 +1085,8 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
-    # In capitals they are no little words: "IT", "US", the A of a blood type.
-    for capitals in {*re.findall(r"\b[A-Z]{1,2}\b", text)} - {"I"}:
-        if capitals.lower() in little:
-            text = re.sub(rf"\b{capitals}\b", capitals * 2, text)
+    # In capitals they are no little words: the A of a blood type, "IT", "US", "LA".
+    text = re.sub(r"\b([A-HJ-Z]|IT|LA|US)\b", r"\1\1", text)
     return [stem(word) for word in split_words(text) if word not in little]
 
 
@@ -1166,11 +1164,9 @@ def final_forms(
 def without_named(text: str, words: set[str]) -> str:
     """Return a fact without the listed things that words name; "": none is named, or left."""
     match = LIST.fullmatch(text)
-    if not match:
-        return ""
-    things = re.split(AND, match["names"] or match["things"])
+    things = re.split(AND, match["names"] or match["things"]) if match else []
     rest = [thing for thing in things if not words & key_words(thing)]
-    if not rest or rest == things:
+    if not match or not rest or rest == things:
         return ""
     joined = " and ".join(rest).replace(" and ", ", ", len(rest) - 2)
     return match["start"] + joined + match["end"]
@@ -1194,15 +1190,16 @@ def final_texts(text: str, time: str) -> list[str]:
 def is_said(evidence: Any, query: str) -> bool:
     """Tell whether words stand in a query, by letters and digits; fewer than 6 must be all of it.
 
-    A Chinese or Thai letter counts as three, an Indian one, whose vowel is left out, as two.
-    A query that turns against the rules gives no evidence, nor does what it only quotes.
+    Three are enough in Indian, Chinese and other letters that are syllables. A query that
+    turns against the rules gives no evidence, nor does what it only quotes.
     """
-    words, said = alnum(str(evidence or "")), QUOTED.sub(" ", query)[:MAX_READ]
-    if re.search(OVERRIDE, query) or not words:
+    words = alnum(str(evidence or ""))
+    # The model was shown no secrets.
+    said = alnum(redact(QUOTED.sub(" ", query)[:MAX_READ]))
+    if not words or re.search(OVERRIDE, query):
         return False
-    forms = [alnum(said), alnum(redact(said))]  # the model was shown no secrets
-    weighed = re.sub("[\u0900-\u0dff]", "..", re.sub(UNSPACED, "...", words))
-    return words in (forms if len(weighed) < 6 else " ".join(forms))
+    least = 3 if max(words) > "\u08ff" else 6
+    return words in said if len(words) >= least else words == said
 
 
 def key_words(text: str) -> set[str]:
@@ -1228,9 +1225,8 @@ def one_line(text: Any) -> str:
 
 def storable(text: str) -> bool:
     """Tell whether a text may be a fact: short, lasting, no secret and no instruction."""
-    if len(text) > MAX_FACT_CHARS or not alnum(text) or redact(text) != text:
-        return False
-    return not UNFIT.search(text)
+    short = bool(alnum(text)) and len(text) <= MAX_FACT_CHARS
+    return short and redact(text) == text and not UNFIT.search(text)
 
 
 @functools.lru_cache(maxsize=256)  # the same for hints and for learning
@@ -1299,13 +1295,13 @@ QUOTED = re.compile(QUOTES)
 THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[\w -]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
 NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?:\s[^\Wa-z_][\w+#-]*)?"
-ITEMS = NAME, r"an?\s[\w-]+", r"[\w+#-]+"  # names, things, words
-NAMES, THINGS, WORDS = (rf"{i}(?:,\s{i})*,?\s(?:and|&)\s{i}" for i in ITEMS)
+ITEMS = NAME, r"(?:an?\s)?[\w+#-]+"
+NAMES, THINGS = (rf"{i}(?:,\s{i})*,?\s(?:and|&)\s{i}" for i in ITEMS)
 AND = r",?\s(?:and|&)\s|,\s"
 # "User uses A, B and C for work"; things that are no names only at the end
 LIST = re.compile(rf"""(?x)(?P<start>(?:The\s)?[Uu]ser
   (?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)|'s\s[\w ]+?\s(?:are|include))\s)
-(?:(?P<names>{NAMES})|(?P<things>{THINGS}|{WORDS})(?=\.?$))
+(?:(?P<names>{NAMES})|(?P<things>{THINGS})(?=\.?$))
 (?P<end>(?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
 DAYS |= {"the day before yesterday": -2, "yesterday": -1}
@@ -1416,10 +1412,7 @@ def learning_request(facts: list[str], rows: list[Row], budget: int = 0) -> Mess
     `budget` has the tokens left for facts and turns, 0: 500 bytes of each part.
     """
     # In bytes, each of which costs 0.4 tokens, see `prompt_tokens`
-    sizes = {
-        "query": min(max(500, budget), MAX_READ),
-        "response": max(500, min(1000, budget // 3)),
-    }
+    sizes = {"query": max(500, budget), "response": max(500, min(1000, budget // 3))}
     turns = []
     for row in rows:
         # Not all of it: to look through 32,000 characters takes 20 ms.
@@ -1446,7 +1439,8 @@ def learning_prompt(context: int) -> tuple[list[Message], int]:
         example = [learning_request(facts, rows), answer]
         if prompt_tokens(messages + example) <= left * 5 // 9:
             messages += example
-    return messages, min(left - prompt_tokens(messages), context // 2)
+    # Of a message no more is searched for evidence.
+    return messages, min(left - prompt_tokens(messages), context // 2, MAX_READ)
 
 
 def prompt_tokens(messages: list[Message]) -> int:
@@ -1457,15 +1451,13 @@ def prompt_tokens(messages: list[Message]) -> int:
 def parse_answer(text: str, key: str, kind: type) -> Any:
     """Return one field of a JSON answer, also from a model that talks around it; or BadAnswer."""
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
-    for match in list(re.finditer(r"[{\[]", text))[:50]:
-        value: Any = None
+    # It may be the field alone: a list of objects, or an empty one at the end.
+    for match in [*re.finditer(r"\{|\[(?=\s*(?:\{|\]\s*$))", text)][:50]:
         with suppress(ValueError, RecursionError):
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
-        if isinstance(value, list):
-            rows = [one for one in value if isinstance(one, dict) and "op" in one]
-            value = {key: rows} if rows or text.strip() == "[]" else None
-        if isinstance(value, dict) and isinstance(value.get(key), kind):
-            return value[key]
+            field = value.get(key) if isinstance(value, dict) else value
+            if isinstance(field, kind):
+                return field
     raise BadAnswer(f"no {key} in the model's answer")
 
 
