@@ -1448,10 +1448,10 @@ def test_what_is_said_again_reinforces_and_what_differs_does_not(chat, model):
         chat.tell("something about cats")
     facts = [(fact["text"], fact["frequency"]) for fact in chat.memories()]
     assert facts == [("User likes cats.", 2), ("User does not like cats.", 1)]
-    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": "2026-01-01T00:00:00Z"}
+    seen = datetime.now(UTC) - timedelta(days=30)
+    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": seen.isoformat()}
     score = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
-    at = datetime.fromisoformat("2026-01-31T00:00:00Z")
-    assert memory.fact_score(fact, at) == pytest.approx(score)
+    assert memory.fact_score(fact) == pytest.approx(score)
 
 
 def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, model):
@@ -1660,7 +1660,7 @@ User has 2 children ≠ User has 3 children | User lives in Lyon ≠ User lives 
 User moved from Lyon to Paris ≠ User moved from Paris to Lyon | Ann likes Bob ≠ Bob likes Ann
 User's sister Ann is a nurse ≠ User's sister Eva is a nurse | User was a nurse ≠ User is a nurse
 User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pays 15 a month | User's blood type is A ≠ User's blood type is O | User has a TV = User has a tv
-用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है | User ≠ The user
+用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है
 """
 # fmt: on
 
