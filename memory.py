@@ -1113,18 +1113,16 @@ def admit(
     by their vectors.
     """
     finals: list[Operation] = []
+    shown = {str(n): fact for n, fact in enumerate(facts)}
     for operation in [one for one in proposed if isinstance(one, dict)]:
-        id = operation.get("id")
-        fact = next((fact for n, fact in enumerate(facts) if id in (n, str(n))), {})
+        fact = shown.get(str(operation.get("id")), {})
         for turn in reversed(turns):
             if is_said(operation.get("evidence"), turn.row["query"]):
                 finals += final_forms(operation, fact, turn, nearest.get(turn.key))
                 break
-    # The last turn counts. Within one, an update takes the place of a delete of the same
-    # fact: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
-    order = ["delete", "update", "add"]
-    finals.sort(key=lambda one: (turns.index(one["turn"]), order.index(one["op"])))
-    # The last for each fact; an addition has no id, and stays.
+    # The last turn counts. Within one, an update takes the place of a delete: weak models
+    # say "I left Shell": delete 0, "I'm with Total": update 0. An addition has no id.
+    finals.sort(key=lambda one: (turns.index(one["turn"]), one["op"] != "delete"))
     return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
 
 
@@ -1273,21 +1271,20 @@ OVERRIDE = r"""(?xi:\b(?:ignore|disregard|forget|override|bypass)\b
 .{0,30}\b(?:previous|prior|above|all|your|system)\b.{0,20}\b(?:instructions?|rules?|prompts?)\b)"""
 UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
 {OVERRIDE}|\b(?:reveal|print|show|repeat)\b.*\bsystem\sprompt\b|\bfrom\snow\son,?\syou\b
-|\byou\sare\s(?:now|no\slonger)\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>
-|^\W*(?:(?:please|from\snow\son|remember|important|system)\b\W*)*
-  (?:(?:always|never|do\snot|don't|must)\s+)+
+|\byou\sare\s(?:now|no\slonger)\b
+|^\W*(?:(?:please|from\snow\son|remember|important|system|you|the|assistant|ai|model)\b\W*)*
+  (?:(?:always|never|do\snot|don't|must|should)\s+)+
   (?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b
-|^\W*(?:you|(?:the\s)?(?:assistant|ai|model|system))(?:\s(?:must|should|will|shall)\b|:)
-|\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed){NOW}\W*$
-|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s(?!year|month)\w+)\W*$
-|\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
-  |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
-|\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$|^(?:the\s)?user\s(?:has\s|is\s)?
-  (?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
+|\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed
+  |on\s\w+\sway\b.*|(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?
+  (?:airport|station|gym|bus|train|plane|phone|meeting)){NOW}\W*$
+|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight)\W*$|\bin\s\d+\sminutes\W*$
+|^(?:the\s)?user\s(?:has\s|is\s)?(?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow
+  |(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 # Not a title or a name: what is to be translated, corrected or explained
-QUOTES = r"""(?s)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)|[“„«][^“”„«»]{30,}[”»]"""
-QUOTED = re.compile(QUOTES)
+QUOTED = re.compile(r"""(?sx)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)
+|[“„«][^“”„«»]{30,}[”»]""")
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
 THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[\w -]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
