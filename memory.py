@@ -1083,7 +1083,7 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
     # In capitals they are no little words: the A of a blood type, "IT", "US", "LA".
-    text = re.sub(r"\b([A-HJ-Z]|IT|LA|US)\b", r"\1\1", text)
+    text = re.sub(r"\b([ADEMOST]|IT|LA|US)\b", r"\1\1", text)
     return [stem(word) for word in split_words(text) if word not in little]
 
 
