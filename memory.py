@@ -979,22 +979,20 @@ class FactStore:
         if operation["op"] == "delete":
             self.forget(operation["id"], key_words(turn.row["query"]))
             return
-        text = operation["text"]
-        twin, seen = find_duplicate(facts, text), turn.row["ended_at"]
+        text, seen = operation["text"], turn.row["ended_at"]
+        new = {"kind": operation["kind"], "importance": operation["importance"]}
+        new.update(source=turn.key, frequency=1, created_at=seen, last_seen_at=seen)
+        twin = find_duplicate(facts, text)
         if twin and twin["id"] != id:
             if twin["source"] != turn.key:
                 # Not by Mem0: its metadata update would make a row of history.
-                often, seen = twin["frequency"] + 1, max(seen, twin["last_seen_at"])
+                often = twin["frequency"] + 1
                 facts[twin["id"]] = {**twin, "frequency": often, "last_seen_at": seen}
             elif id:  # the turn's own tool has stored it already, in place of this one
                 self.mem0.delete(id)
-            return
-        new = {"kind": operation["kind"], "importance": operation["importance"]}
-        new |= {"source": turn.key, "last_seen_at": seen}
-        if id:
-            self.mem0.update(id, text, metadata=new)
+        elif id:
+            self.mem0.update(id, text, metadata=new)  # which leaves `created_at`
         else:
-            new |= {"frequency": 1, "created_at": seen}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def forget(self, id: str, words: set[str]) -> str:
@@ -1263,8 +1261,7 @@ NOW = r"(?:,?\s(?:so|very|really|just|still|currently|right|now|today|tonight|th
 OVERRIDE = r"""(?xi:\b(?:ignore|disregard|forget|override|bypass)\b
 .{0,30}\b(?:previous|prior|above|all|your|system)\b.{0,20}\b(?:instructions?|rules?|prompts?)\b)"""
 UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
-{OVERRIDE}|\b(?:reveal|print|show|repeat)\b.*\bsystem\sprompt\b|\bfrom\snow\son,?\syou\b
-|\byou\sare\s(?:now|no\slonger)\b
+{OVERRIDE}|\byou\sare\s(?:now|no\slonger)\b
 |^\W*(?:(?:please|from\snow\son|remember|important|system|you|the|assistant|ai|model)\b\W*)*
   (?:(?:always|never|do\snot|don't|must|should)\s+)+
   (?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b
