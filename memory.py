@@ -1044,8 +1044,7 @@ def open_mem0(folder: Path) -> Any:
     """Import Mem0, which takes a second and makes its folder; return one without its parts."""
     # Both are read when Mem0 is imported.
     os.environ |= {"MEM0_TELEMETRY": "False", "MEM0_DIR": str(folder / ".mem0")}
-    import mem0
-    from mem0.configs.base import MemoryConfig
+    import mem0.configs.base
     from mem0.utils import spacy_models
 
     # Where spaCy is installed without its model, Mem0 would download one.
@@ -1053,7 +1052,7 @@ def open_mem0(folder: Path) -> Any:
     logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
     # Its constructor builds clients and a store, 630 ms and 34 MB, none of them used.
     opened = mem0.Memory.__new__(mem0.Memory)
-    vars(opened).update(config=MemoryConfig(), _entity_store=None)
+    vars(opened).update(config=mem0.configs.base.MemoryConfig(), _entity_store=None)
     return opened
 
 
@@ -1182,10 +1181,9 @@ def is_said(evidence: Any, query: str) -> bool:
     turns against the rules gives no evidence, nor does what it only quotes.
     """
     words = alnum(str(evidence or ""))
-    # The model was shown no secrets.
-    said = alnum(redact(QUOTED.sub(" ", query)[:MAX_READ]))
     if not words or re.search(OVERRIDE, query):
         return False
+    said = alnum(redact(QUOTED.sub(" ", query)[:MAX_READ]))  # as shown to the model
     least = 3 if max(words) > "\u08ff" else 6
     return words in said if len(words) >= least else words == said
 
