@@ -1266,6 +1266,7 @@ UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
 |\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed
   |on\s\w+\sway\b.*|(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?
   (?:airport|station|gym|bus|train|plane|phone|meeting)){NOW}\W*$
+|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight)\W*$|\bin\s\d+\sminutes\W*$
 |^(?:the\s)?user\s(?:has\s|is\s)?(?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow
   |(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
@@ -1284,7 +1285,8 @@ LIST = re.compile(rf"""(?x)(?P<start>(?:The\s)?[Uu]ser
   (?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)|'s\s[\w ]+?\s(?:are|include))\s)
 (?:(?P<names>{NAMES})|(?P<things>{THINGS})(?=\.?$))
 (?P<end>(?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
-DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0, "yesterday": -1}
+DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
+DAYS |= {"the day before yesterday": -2, "yesterday": -1}
 # The user, and "named" in "a dog named Bo"; in "User is named Bo" it is all there is
 NO_MATTER = re.compile(r"用户|用戶|ユーザー|사용자|(?<!\bis )\b(?:named|called)\b")
 
