@@ -1234,7 +1234,8 @@ def is_valid(number: str) -> bool:
 # Only learning and the hints of other sessions see what is redacted: too much does little harm.
 CHECKED = re.compile(r"""(?x)
 (?<![A-Za-z\d_.])[2-6２-６](?:[ -]?\d){12,18}(?![A-Za-z\d_])  # a card's number, an IBAN
-|(?ai:\b[a-z]{2}\d\d[ ]?[a-z\d]{4}(?:[ ]?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7}\b)""")
+|(?ai:\b[a-z]{2}\d\d
+  (?:[a-z\d]{11,30}|[ ]?[a-z\d]{4}(?:[ ]?(?=[a-z]{0,3}\d)[a-z\d]{1,4}){2,7})\b)""")
 # Words that announce a secret, of any form or with digits; what may follow them; no date
 PASSWORD = r"""(?:pass\s?(?:word|phrase|code|wd|wort)s?|\bpwd?\b|\bpass(?=:)|seed\sphrase|kennwort
 |(?<![a-z])(?:(?:api|client|secret|access|auth)[ _-]?(?:key|token|secret)|bearer)\b|mot\sde\spasse
@@ -1259,16 +1260,18 @@ NOW = r"(?:,?\s(?:so|very|really|just|still|currently|right|now|today|tonight|th
 OVERRIDE = r"""(?xi:\b(?:ignore|disregard|forget|override|bypass)\b
 .{0,30}\b(?:previous|prior|above|all|your|system)\b.{0,20}\b(?:instructions?|rules?|prompts?)\b)"""
 UNFIT = re.compile(rf"""(?xi)  # instructions, then what is over by tomorrow
-{OVERRIDE}|\byou\sare\s(?:now|no\slonger)\b
-|^\W*(?:(?:please|from\snow\son|remember|important|system|you|the|assistant|ai|model)\b\W*)*
-  (?:(?:always|never|do\snot|don't|must|should)\s+)+
+{OVERRIDE}|\b(?:reveal|print|show|repeat)\b.*\bsystem\sprompt\b|\bfrom\snow\son,?\syou\b
+|\byou\sare\s(?:now|no\slonger)\b|<\|\w+\|>|\[/?INST\]|</?(?:system|assistant)>
+|^\W*(?:(?:please|from\snow\son|remember|important|system)\b\W*)*
+  (?:(?:always|never|do\snot|don't|must)\s+)+
   (?:answer|respond|reply|say|tell|speak|include|end|mention|reveal|write|obey|follow|act)\b
-|\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed
-  |on\s\w+\sway\b.*|(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?
-  (?:airport|station|gym|bus|train|plane|phone|meeting)){NOW}\W*$
-|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight)\W*$|\bin\s\d+\sminutes\W*$
-|^(?:the\s)?user\s(?:has\s|is\s)?(?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow
-  |(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
+|^\W*(?:you|(?:the\s)?(?:assistant|ai|model|system))(?:\s(?:must|should|will|shall)\b|:)
+|\b(?:is|feels?|was){NOW}\s(?:tired|exhausted|hungry|bored|busy|late|sick|sad|happy|stressed){NOW}\W*$
+|\b(?:wants|needs|craves)\s.*\b(?:now|today|tonight|this\s(?!year|month)\w+)\W*$
+|\bis{NOW}\s(?:at|in|on|waiting\sfor)\s(?:(?:the|an?)\s)?(?:airport|station|gym|bus|train|plane|phone
+  |meeting)\b(?!.*\b(?:every|each|usually|often|\w+days)\b)
+|\bis\son\s(?:the|his|her|their)\sway\b|\bin\s\d+\sminutes\W*$|^(?:the\s)?user\s(?:has\s|is\s)?
+  (?:ask(?:s|ed|ing)(?!\sto\sbe\scalled)|wonders|wants\sto\sknow|(?:greet|thank)(?:s|ed)|sa(?:ys|id))\b""")
 MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 # Not a title or a name: what is to be translated, corrected or explained
 QUOTED = re.compile(r"""(?sx)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)
