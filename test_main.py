@@ -1448,10 +1448,10 @@ def test_what_is_said_again_reinforces_and_what_differs_does_not(chat, model):
         chat.tell("something about cats")
     facts = [(fact["text"], fact["frequency"]) for fact in chat.memories()]
     assert facts == [("User likes cats.", 2), ("User does not like cats.", 1)]
-    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": "2026-01-01T00:00:00Z"}
+    seen = datetime.now(UTC) - timedelta(days=30)
+    fact = {"importance": 0.5, "frequency": 1, "last_seen_at": seen.isoformat()}
     score = 0.6 * 0.5 + 0.25 * np.exp(-1) + 0.15 * np.log(2) / 3
-    at = datetime.fromisoformat("2026-01-31T00:00:00Z")
-    assert memory.fact_score(fact, at) == pytest.approx(score)
+    assert memory.scored([fact])[0]["score"] == pytest.approx(score, abs=1e-4)
 
 
 def test_of_many_facts_learning_is_shown_those_nearest_to_what_was_said(start, model):
@@ -1653,14 +1653,14 @@ The passphrase for my bank pin: 4321 horse staple → The [removed] | Mein Passw
 Vardı tr12 abcı1234 12345 → Vardı tr12 abcı1234 12345
 """
 SAME = """\
-User likes cats = The user likes cats. | Kullanıcı İzmir'li = Kullanıcı izmir'li | User likes cats = User likes a cat | User studies law = User is studying law | User collects knives = User collects a knife
+User likes cats = The user likes cats. | Kullanıcı İzmir'li = Kullanıcı izmir'li | User likes cats = User likes a cat | User studies law = User is studying law
 User lives in Lyon = User is living in Lyon | User's dog is Bo = User’s dog: Bo | El usuario vive en Madrid = Usuario vive en Madrid
 User likes cats ≠ User does not like cats | User likes cats ≠ User doesn't like cats
 User has 2 children ≠ User has 3 children | User lives in Lyon ≠ User lives in Paris | User lives in Lyon ≠ User lived in Lyon | User likes C++ ≠ User likes C#
 User moved from Lyon to Paris ≠ User moved from Paris to Lyon | Ann likes Bob ≠ Bob likes Ann
 User's sister Ann is a nurse ≠ User's sister Eva is a nurse | User was a nurse ≠ User is a nurse
 User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pays 15 a month | User's blood type is A ≠ User's blood type is O | User has a TV = User has a tv
-用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है | User ≠ The user
+用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है
 """
 # fmt: on
 
@@ -1747,9 +1747,8 @@ User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
 User has a dog named Rex. | My parrot sings | update | User has a parrot. | add
 User has a dog named Rex. | Rex died, now a budgie | update | User has a budgie. | update
-Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | add
+User has a dog named Rex. | Rex and I are in Rome | update | User lives in Rome. | add
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
-User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
 User keeps bees. | I gave my bees away | delete | - | delete
 User has a cat and a dog. | The cat ran away | update | User has a dog. | update
