@@ -1873,20 +1873,19 @@ class Learner:
     ) -> list[Operation]:
         """Return the operations by which a model learns turns, those that may pass; or NoAnswer."""
         messages, budget = learning_prompt(self.context_tokens)
+        facts: list[Row] = []
         if smaller == 2:
             messages, budget = messages[:1], 0
-        facts = (
-            await self.facts_to_show(user, state, batch, budget // 6) if budget else []
-        )
+        else:
+            facts = await self.facts_to_show(user, state, batch, budget // 6)
         texts, rows = [fact["text"] for fact in facts], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(facts))
         request = await in_thread(learning_request, texts, rows, budget)
-        answer = await ask_model(self.complete, [*messages, request], form)
-        proposed = parse_answer(answer, "operations", list)
+        proposed = await self.ask([*messages, request], form, "operations", list)
         nearest: dict[str, str] = {}
-        if '"delete"' in answer:
+        if "delete" in str(proposed):
             # Nothing is found where fewer than three facts have a vector.
-            found = await self.nearest_facts(user, batch, 1, by_words=False)
+            found = await self.nearest_facts(user, batch, by_words=False)
             nearest = {t.key: best[0]["id"] for t, best in zip(batch, found) if best}
         return await in_thread(admit, proposed, facts, batch, nearest)
 
@@ -1896,7 +1895,7 @@ class Learner:
         """Return the facts a batch may touch: all if few, else those nearest to each query."""
         facts: list[Any] = [*state.facts.values()]
         if within_budget(facts[:200], tokens) != facts:
-            ranked = await self.nearest_facts(user, batch, 200)
+            ranked = await self.nearest_facts(user, batch)
             # The best of each query before the second best of any
             ranks = itertools.zip_longest(*ranked)
             once = {fact["id"]: fact for rank in ranks for fact in rank if fact}
@@ -1904,16 +1903,16 @@ class Learner:
         return within_budget(facts[:200], tokens)
 
     async def nearest_facts(
-        self, user: str, batch: list[Unlearned], k: int, by_words: bool = True
+        self, user: str, batch: list[Unlearned], by_words: bool = True
     ) -> list[list[Row]]:
-        """Return for each turn the k facts nearest to its query, by meaning and words."""
+        """Return for each turn the 200 facts nearest to its query, by meaning and words."""
         await self.embed_missing(user, FACTS)
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.memory.embedder.vectors(queries)
         pairs = zip(queries if by_words else itertools.repeat(""), vectors)
 
         def search(files: IndexedFiles) -> list[list[Row]]:
-            return [files.search_facts(*pair, k, cutoff=False) for pair in pairs]
+            return [files.search_facts(*pair, 200, cutoff=False) for pair in pairs]
 
         return await self.memory.run(user, search)
 
@@ -1921,32 +1920,31 @@ class Learner:
         self, user: str, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
-        settings = self.memory.settings
 
-        def apply_all(store: FactStore, files: UserFiles) -> bool:
+        def apply_all(store: FactStore, files: UserFiles) -> None:
             _, waiting = files.load_unlearned()
             if any(turn not in waiting for turn in batch):
-                return False  # deleted, or learned by somebody else
+                return  # deleted, or learned by somebody else
             if {one["id"] for one in operations if "id" in one} - {*store.state.facts}:
-                return False  # one was deleted meanwhile: these turns are learned anew
+                return  # one was deleted meanwhile: these turns are learned anew
             for operation in operations:
                 store.apply(operation)
             store.state.learned.update({t.session_id: t.row["turn"] for t in batch})
-            store.forget_faded(settings.max_facts)
-            return True
+            store.forget_faded(self.memory.settings.max_facts)
 
-        if await self.memory.change(user, apply_all) and settings.summaries:
-            for session_id in {turn.session_id for turn in batch}:
-                await self.summarize(user, session_id)
+        await self.memory.change(user, apply_all)
+        for session_id in {turn.session_id for turn in batch}:
+            await self.summarize(user, session_id)
 
     async def summarize(self, user: str, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
-        keep, run = self.memory.settings.history_turns, self.memory.run
+        settings, run = self.memory.settings, self.memory.run
+        keep = settings.history_turns
         transcript = await run(user, UserFiles.transcript, session_id)
         old = transcript.unfolded()[:-keep]
         if len(old) > 3 * keep:
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-        if len(old) <= keep:
+        if len(old) <= keep or not settings.summaries:
             return
         limit = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
         size = limit // len(old) // 2
@@ -1954,8 +1952,7 @@ class Learner:
         request = {"previous": cut(transcript.summary, limit), "turns": texts}
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
         form = json_schema("session_summary", {"summary": {"type": "string"}})
-        answer = await ask_model(self.complete, prompt, form)
-        summary = parse_answer(answer, "summary", str).strip()
+        summary = (await self.ask(prompt, form, "summary", str)).strip()
 
         def write_summary(files: UserFiles) -> None:
             newest = files.transcript(session_id)
@@ -1967,15 +1964,17 @@ class Learner:
             await run(user, write_summary)
             await self.summarize(user, session_id)  # there may be more
 
-
-async def ask_model(complete: Complete, messages: list[Message], form: Row) -> str:
-    """Return the model's answer; NoAnswer: there is none."""
-    try:
-        return await complete(messages, form)
-    except NoAnswer:
-        raise
-    except Exception as error:  # whatever kept the endpoint from answering
-        raise NoAnswer(repr(error)) from error
+    async def ask(
+        self, messages: list[Message], form: Row, key: str, kind: type
+    ) -> Any:
+        """Return one field of the model's answer. Raises NoAnswer."""
+        try:
+            answer = await self.complete(messages, form)
+        except NoAnswer:
+            raise
+        except Exception as error:  # whatever kept the endpoint from answering
+            raise NoAnswer(repr(error)) from error
+        return parse_answer(answer, key, kind)
 
 
 def find_markers(folder: Path) -> Counter[str]:
