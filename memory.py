@@ -1809,17 +1809,13 @@ class Learner:
         while state is None:
             async with self.at_work:
                 state = await self.learn(user, troubles)
-        facts, made = [*state.facts.values()], 0
-        searched = within_budget(facts, self.memory.settings.hint_tokens) != facts
-        if searched or quiet:  # else they all stand in the hints
-            made = await self.embed_missing(user, FACTS)
-        if not quiet:
-            return QUIET
-        made = await self.embed_missing(user, MESSAGES) or made
-        # There may be more; if there are fewer, vectors have another size, perhaps in turn.
-        if made < 0:
-            return QUIET
-        return 0.0 if made else math.inf
+        if quiet:
+            made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
+            return QUIET if any(made) else math.inf  # there may be more
+        facts = [*state.facts.values()]
+        if within_budget(facts, self.memory.settings.hint_tokens) != facts:
+            await self.embed_missing(user, FACTS)  # else they all stand in the hints
+        return QUIET
 
     async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
         """Make and write vectors that a file lacks, the newest; return how many more fit than before."""
