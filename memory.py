@@ -1740,10 +1740,6 @@ class Memory:
 
 # --- Learning ---
 
-# The "bad" answers to a turn, by its key, and how often it was made "smaller": once, it goes
-# alone; twice, it is also cut, and goes without facts and examples.
-Troubles = Counter[tuple[str, str]]
-
 
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
@@ -1778,7 +1774,8 @@ class Learner:
 
     async def work_for(self, user: str) -> None:
         """Do what is to be done for a user, as often as it is due, until nothing is left."""
-        due, back_off, pause, troubles = self.due[user], BACK_OFF, 0.0, Troubles()
+        due, back_off, pause = self.due[user], BACK_OFF, 0.0
+        failures: Counter[str] = Counter()  # by the key of a turn
         while due.is_set() or pause < math.inf:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -1789,7 +1786,7 @@ class Learner:
             pause = math.inf  # until somebody calls `schedule`
             try:
                 async with self.memory.locks.held(f"{user}/learn"):
-                    pause = await self.catch_up(user, quiet, troubles)
+                    pause = await self.catch_up(user, quiet, failures)
                 back_off = BACK_OFF
             except NotFound:  # deleted
                 del self.pending[user]
@@ -1800,7 +1797,7 @@ class Learner:
                 log.exception("learning failed by our fault")
         del self.due[user], self.tasks[user]
 
-    async def catch_up(self, user: str, quiet: bool, troubles: Troubles) -> float:
+    async def catch_up(self, user: str, quiet: bool, failures: Counter[str]) -> float:
         """Learn all that waits; make vectors of what is searched, and of all in a quiet time.
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
@@ -1808,7 +1805,7 @@ class Learner:
         state = None
         while state is None:
             async with self.at_work:
-                state = await self.learn(user, troubles)
+                state = await self.learn(user, failures)
         if quiet:
             made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
             return QUIET if any(made) else math.inf  # there may be more
@@ -1826,51 +1823,50 @@ class Learner:
         made = {id: v for id, v in zip(ids, vectors) if v is not None}
         return await run(user, IndexedFiles.save_vectors, file, made) if made else 0
 
-    async def learn(self, user: str, troubles: Troubles) -> State | None:
-        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
+    async def learn(self, user: str, failures: Counter[str]) -> State | None:
+        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer.
+
+        After one bad answer or refusal a turn goes alone, after two it is also cut and goes
+        without facts and examples, after three it counts as learned.
+        """
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
             return state
-        bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
-        batch = waiting[:BATCH_TURNS]
+        failed = failures[waiting[0].key]
+        batch = waiting[: 1 if failed else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
-        fitting = len(within_budget(texts, self.context_tokens // 6))
-        alone = troubles[smaller] or troubles[bad] > 1
-        batch = batch[: 1 if alone else max(1, fitting)]
+        batch = batch[: len(within_budget(texts, self.context_tokens // 6)) or 1]
+        operations: list[Operation] = []
         try:
-            operations = await self.propose(user, state, batch, troubles[smaller])
+            operations = await self.propose(user, state, batch, failed > 1)
         except NoAnswer as error:
             log.warning("no answer while learning: %r", error)
-            refused = isinstance(error, RequestRefused)
-            bad_answer = isinstance(error, BadAnswer)
-            if not bad_answer:
+            if not isinstance(error, BadAnswer):
                 self.memory.note("learning", failed=True)
-            if refused and troubles[smaller] < 2:
-                troubles[smaller] += 1
-            # Refused even so: it is this turn, if others are answered.
-            elif bad_answer or (refused and self.totals["learned"]):
-                troubles.update((turn.key, "bad") for turn in batch)
-            else:
-                raise
+                # Refused though cut: it is this turn, if others are answered.
+                hopeful = failed < 2 or self.totals["learned"]
+                if not (isinstance(error, RequestRefused) and hopeful):
+                    raise
+            failures.update(turn.key for turn in batch)
+            if failed < 2:
+                return None
+            log.error("a turn counts as learned, as no answer to it can be used")
+            self.totals["given up"] += 1
         else:
             self.totals["learned"] += 1
             self.memory.note("learning", failed=False)
-            await self.commit(user, batch, operations)
-        if troubles[bad] > 2:  # it went alone
-            await self.commit(user, batch, [])
-            log.error("a turn gave three bad answers and counts as learned")
-            self.totals["given up"] += 1
+        await self.commit(user, batch, operations)
         return None
 
     async def propose(
-        self, user: str, state: State, batch: list[Unlearned], smaller: int
+        self, user: str, state: State, batch: list[Unlearned], cut_short: bool
     ) -> list[Operation]:
         """Return the operations by which a model learns turns, those that may pass; or NoAnswer."""
         messages, budget = learning_prompt(self.context_tokens)
         facts: list[Row] = []
-        if smaller == 2:
+        if cut_short:
             messages, budget = messages[:1], 0
         else:
             facts = await self.facts_to_show(user, state, batch, budget // 6)
