@@ -1534,7 +1534,7 @@ class Embedder:
         texts = [cut(prefix + text, 1500) for text in texts]
         if not self.embed or not texts:
             return [None] * len(texts)
-        new = [text for text in dict.fromkeys(texts) if text not in self.tasks]
+        new = [*{*texts} - {*self.tasks}]
         for n in range(0, len(new), 32):  # some servers take no more
             batch = new[n : n + 32]
             self.tasks |= dict.fromkeys(batch, asyncio.create_task(self.fetch(batch)))
@@ -1562,8 +1562,7 @@ class Embedder:
                 vectors |= await self.fetch([text], 500)
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
-        failed = [text for text in texts if text not in vectors]
-        for text in [*failed, *list(self.tasks)[:-2000]]:
+        for text in [*{*texts} - {*vectors}, *list(self.tasks)[:-2000]]:
             self.tasks.pop(text, None)
         return vectors
 
