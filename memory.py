@@ -1930,14 +1930,11 @@ class Learner:
     async def summarize(self, user: str, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
         settings, run = self.memory.settings, self.memory.run
-        keep = settings.history_turns
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[:-keep]
-        if len(old) > 3 * keep:
-            old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-        if len(old) <= keep or not settings.summaries:
+        old = transcript.unfolded()[: -settings.history_turns]
+        if len(old) <= settings.history_turns or not settings.summaries:
             return
-        limit = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
+        limit = self.context_tokens // 2  # bytes: a third as many tokens
         size = limit // len(old) // 2
         texts = [{p: cut(row[p], size) for p in ("query", "response")} for row in old]
         request = {"previous": cut(transcript.summary, limit), "turns": texts}
@@ -1953,7 +1950,6 @@ class Learner:
 
         if summary:
             await run(user, write_summary)
-            await self.summarize(user, session_id)  # there may be more
 
     async def ask(
         self, messages: list[Message], form: Row, key: str, kind: type
