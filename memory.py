@@ -1862,11 +1862,15 @@ class Learner:
     ) -> list[Operation]:
         """Return the operations by which a model learns turns, those that may pass; or NoAnswer."""
         messages, budget = learning_prompt(self.context_tokens)
-        facts: list[Row] = []
+        facts: list[Any] = [*state.facts.values()]
         if cut_short:
-            messages, budget = messages[:1], 0
-        else:
-            facts = await self.facts_to_show(user, state, batch, budget // 6)
+            messages, budget, facts = messages[:1], 0, []
+        elif within_budget(facts[:200], budget // 6) != facts:
+            # The best of each query before the second best of any
+            ranks = itertools.zip_longest(*await self.nearest_facts(user, batch))
+            once = {fact["id"]: fact for rank in ranks for fact in rank if fact}
+            facts = [*once.values()]
+        facts = within_budget(facts[:200], budget // 6)
         texts, rows = [fact["text"] for fact in facts], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(facts))
         request = await in_thread(learning_request, texts, rows, budget)
@@ -1877,19 +1881,6 @@ class Learner:
             found = await self.nearest_facts(user, batch, by_words=False)
             nearest = {t.key: best[0]["id"] for t, best in zip(batch, found) if best}
         return await in_thread(admit, proposed, facts, batch, nearest)
-
-    async def facts_to_show(
-        self, user: str, state: State, batch: list[Unlearned], tokens: int
-    ) -> list[Row]:
-        """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts: list[Any] = [*state.facts.values()]
-        if within_budget(facts[:200], tokens) != facts:
-            ranked = await self.nearest_facts(user, batch)
-            # The best of each query before the second best of any
-            ranks = itertools.zip_longest(*ranked)
-            once = {fact["id"]: fact for rank in ranks for fact in rank if fact}
-            facts = [*once.values()]
-        return within_budget(facts[:200], tokens)
 
     async def nearest_facts(
         self, user: str, batch: list[Unlearned], by_words: bool = True
@@ -2032,8 +2023,8 @@ class Turn:
             prompt = [as_message("system", system + earlier)]
             for turn in turns:
                 answer = turn["response"] or "(interrupted)"
-                prompt.append(as_message("user", turn["query"]))
-                prompt.append(as_message("assistant", answer))
+                said = as_message("user", turn["query"])
+                prompt += [said, as_message("assistant", answer)]
             prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
             if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
                 return prompt
