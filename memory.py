@@ -1666,9 +1666,8 @@ class Memory:
             state = files.load()
             if id not in ("", state.id):
                 raise NotFound("user")
-            # What `load` gave is never changed.
-            copies: Row = {name: copy(value) for name, value in vars(state).items()}
-            store = FactStore(self.mem0, State(**copies))
+            copies = [copy(value) for value in vars(state).values()]
+            store = FactStore(self.mem0, State(*copies))  # what `load` gave stays
             result = function(store, files)
             if store.state != state:
                 files.write(store.state)
