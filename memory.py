@@ -1752,7 +1752,8 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
-        self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
+        # Whether a call was of use, and turns that never were, since the start
+        self.answered, self.given_up = False, 0
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users whose turns wait."""
@@ -1842,16 +1843,16 @@ class Learner:
             if not isinstance(error, BadAnswer):
                 self.memory.note("learning", failed=True)
                 # Refused though cut: it is this turn, if others are answered.
-                hopeful = failed < 2 or self.totals["learned"]
+                hopeful = failed < 2 or self.answered
                 if not (isinstance(error, RequestRefused) and hopeful):
                     raise
             failures.update(turn.key for turn in batch)
             if failed < 2:
                 return None
             log.error("a turn counts as learned, as no answer to it can be used")
-            self.totals["given up"] += 1
+            self.given_up += 1
         else:
-            self.totals["learned"] += 1
+            self.answered = True
             self.memory.note("learning", failed=False)
         await self.commit(user, batch, operations)
         return None
@@ -1988,12 +1989,11 @@ class Turn:
         said = [line["text"] for line in within_budget(lines, tokens // 3)]
         budget = tokens - sum(count_tokens(text) + 2 for text in said)
         facts = [*self.state.facts.values()]
-        if within_budget(facts, budget) == facts:
-            chosen = scored(facts)
-            degraded = [] if self.memory.embedder.embed else ["embeddings"]
-        else:
-            profile = scored(fact for fact in facts if fact["kind"] == "profile")
-            chosen, k = within_budget(profile, budget // 2), settings.hint_k
+        fit = within_budget(facts, budget) == facts
+        chosen = scored(fact for fact in facts if fit or fact["kind"] == "profile")
+        degraded = [] if self.memory.embedder.embed else ["embeddings"]
+        if not fit:
+            chosen, k = within_budget(chosen, budget // 2), settings.hint_k
             have = {fact["id"] for fact in chosen}
             hits, degraded = await self.memory.search(self.user, message, k + len(have))
             more = [fact for fact in hits if fact["id"] not in have]

@@ -2869,7 +2869,7 @@ async def test_learning_that_fails_is_tried_ever_less_often(tmp_path, monkeypatc
                 if 4.0 in pauses:
                     break
         assert [p for p in pauses if p in (1.0, 2.0, 4.0)] == [1.0, 2.0, 4.0]
-        assert service.learner.totals["given up"] == 0
+        assert service.learner.given_up == 0
 
 
 @in_a_loop
