@@ -1534,7 +1534,7 @@ class Embedder:
         texts = [cut(prefix + text, 1500) for text in texts]
         if not self.embed or not texts:
             return [None] * len(texts)
-        new = [*{*texts} - {*self.tasks}]
+        new = [text for text in dict.fromkeys(texts) if text not in self.tasks]
         for n in range(0, len(new), 32):  # some servers take no more
             batch = new[n : n + 32]
             self.tasks |= dict.fromkeys(batch, asyncio.create_task(self.fetch(batch)))
