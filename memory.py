@@ -1669,8 +1669,7 @@ class Memory:
             copies = [copy(value) for value in vars(state).values()]
             store = FactStore(self.mem0, State(*copies))  # what `load` gave stays
             result = function(store, files)
-            if store.state != state:
-                files.write(store.state)
+            files.write(store.state)
             return result
 
         result = await self.run(user, work)
@@ -1811,11 +1810,11 @@ class Learner:
             await self.embed_missing(user, FACTS)  # else they all stand in the hints
         return QUIET
 
-    async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
-        """Make and write vectors that a file lacks, the newest; return how many more fit than before."""
+    async def embed_missing(self, user: str, file: str) -> int:
+        """Make and write vectors that a file lacks, for the newest 256; 0: there is nothing more."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
-        ids = [*missing][-most:]
+        ids = [*missing][-256:]
         vectors = await embedder.vectors([missing[id].text for id in ids], query=False)
         made = {id: v for id, v in zip(ids, vectors) if v is not None}
         return await run(user, IndexedFiles.save_vectors, file, made) if made else 0
@@ -2088,10 +2087,8 @@ class Turn:
                     reason = "too long, passing, a secret or an instruction"
                 elif all(find_duplicate(facts, one["text"]) for one in finals):
                     reason = "known already"
-                elif len(words) < 2:
-                    reason = "not a statement about the user"
-                elif score < 0.5:
-                    reason = "the user did not say so"
+                elif len(words) < 2 or score < 0.5:
+                    reason = "not a statement that the user made"
                 else:
                     for final in finals:
                         store.apply(final)
@@ -2131,7 +2128,7 @@ class Turn:
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
         # What was said just now has no vectors yet.
-        await self.memory.learner.embed_missing(self.user, MESSAGES, most=64)
+        await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         exchanges = await self.memory.run(self.user, *arguments)
