@@ -821,16 +821,14 @@ class IndexedFiles(UserFiles):
         entries, vectors = self.entries(file), self.vectors(file)
         return {id: entry for id, entry in entries.items() if id not in vectors}
 
-    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> int:
-        """Add vectors to a file, drop those whose entries are gone; return how many more fit now."""
-        entries, old = self.entries(file), self.vectors(file)
-        vectors = old | new
+    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
+        """Add vectors to a file, and drop those whose entries are gone."""
+        entries, vectors = self.entries(file), self.vectors(file) | new
         # Vectors of another size than the newest were made by a model of the same name.
         size = len(next(reversed(vectors.values()), ()))
         same = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if same:
             self.cache.write(self.folder / file, Vectors(same))
-        return len(same) - len(old.keys() & entries)
 
     def index(self, file: str) -> Index:
         entries, vectors = self.entries(file), self.vectors(file)
@@ -1811,13 +1809,15 @@ class Learner:
         return QUIET
 
     async def embed_missing(self, user: str, file: str) -> int:
-        """Make and write vectors that a file lacks, for the newest 256; 0: there is nothing more."""
+        """Make and write vectors that a file lacks, the newest 256; return how many."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
         ids = [*missing][-256:]
         vectors = await embedder.vectors([missing[id].text for id in ids], query=False)
         made = {id: v for id, v in zip(ids, vectors) if v is not None}
-        return await run(user, IndexedFiles.save_vectors, file, made) if made else 0
+        if made:
+            await run(user, IndexedFiles.save_vectors, file, made)
+        return len(made)
 
     async def learn(self, user: str, failures: Counter[str]) -> State | None:
         """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer.
