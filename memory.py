@@ -1737,8 +1737,7 @@ class Memory:
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
 
-    At most `learn_concurrency` users are learned from at once. Pauses, and embeddings of
-    what is stored, are waited for outside of that; inside, only to choose the facts shown.
+    At most `learn_concurrency` users are learned from at once; pauses are outside of that.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
@@ -1889,11 +1888,8 @@ class Learner:
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.memory.embedder.vectors(queries)
         pairs = zip(queries if by_words else itertools.repeat(""), vectors)
-
-        def search(files: IndexedFiles) -> list[list[Row]]:
-            return [files.search_facts(*pair, 200, cutoff=False) for pair in pairs]
-
-        return await self.memory.run(user, search)
+        run, search = self.memory.run, IndexedFiles.search_facts
+        return [await run(user, search, *pair, 200, False) for pair in pairs]
 
     async def commit(
         self, user: str, batch: list[Unlearned], operations: list[Operation]
@@ -1939,12 +1935,10 @@ class Learner:
         if summary:
             await run(user, write_summary)
 
-    async def ask(
-        self, messages: list[Message], form: Row, key: str, kind: type
-    ) -> Any:
+    async def ask(self, prompt: list[Message], form: Row, key: str, kind: type) -> Any:
         """Return one field of the model's answer. Raises NoAnswer."""
         try:
-            answer = await self.complete(messages, form)
+            answer = await self.complete(prompt, form)
         except NoAnswer:
             raise
         except Exception as error:  # whatever kept the endpoint from answering
