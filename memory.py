@@ -71,7 +71,7 @@ BATCH_TURNS = 8  # turns learned in one call; a model of 1.5B lost none of 6 fac
 LEARN_DELAY = 0.1  # seconds after a turn's end: the next turn may already be here
 BACK_OFF = 1.0  # seconds after a failure, doubled up to 60; the next turn ends them
 PATIENCE = 5.0  # seconds for vectors that no first token waits for
-QUIET = 20.0  # seconds without a turn, after which facts and past turns get vectors
+QUIET = 20.0  # seconds without a turn, after which past turns get vectors
 CACHE_BYTES = 16 << 20  # of all users' files and indexes, kept in memory
 RERANKED = 32  # facts that a cross-encoder is asked about
 
@@ -1791,18 +1791,21 @@ class Learner:
         del self.due[user], self.tasks[user]
 
     async def catch_up(self, user: str, quiet: bool, failures: Counter[str]) -> float:
-        """Learn all that waits; in a quiet time, make vectors.
+        """Learn all that waits; make vectors of what is searched, and of all in a quiet time.
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
         """
-        waiting = True
-        while waiting:
+        state = None
+        while state is None:
             async with self.at_work:
-                waiting = await self.learn(user, failures)
-        if not quiet:
-            return QUIET
-        made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
-        return QUIET if any(made) else math.inf  # there may be more
+                state = await self.learn(user, failures)
+        if quiet:
+            made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
+            return QUIET if any(made) else math.inf  # there may be more
+        facts = [*state.facts.values()]
+        if within_budget(facts, self.memory.settings.hint_tokens) != facts:
+            await self.embed_missing(user, FACTS)  # else they all stand in the hints
+        return QUIET
 
     async def embed_missing(self, user: str, file: str) -> int:
         """Make and write vectors that a file lacks, the newest 256; return how many."""
@@ -1815,8 +1818,8 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str, failures: Counter[str]) -> bool:
-        """Learn the first turns that wait; tell whether there were any. Raises NoAnswer.
+    async def learn(self, user: str, failures: Counter[str]) -> State | None:
+        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer.
 
         After one bad answer or refusal a turn goes alone, after two it is also cut and goes
         without facts and examples, after three it counts as learned.
@@ -1825,7 +1828,7 @@ class Learner:
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
-            return False
+            return state
         failed = failures[waiting[0].key]
         batch = waiting[: 1 if failed else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
@@ -1843,14 +1846,14 @@ class Learner:
                     raise
             failures.update(turn.key for turn in batch)
             if failed < 2:
-                return True
+                return None
             log.error("a turn counts as learned, as no answer to it can be used")
             self.given_up += 1
         else:
             self.answered = True
             self.memory.note("learning", failed=False)
         await self.commit(user, batch, operations)
-        return True
+        return None
 
     async def propose(
         self, user: str, state: State, batch: list[Unlearned], cut_short: bool
