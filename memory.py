@@ -1620,11 +1620,13 @@ class Memory:
         self.learner.tasks[""] = asyncio.create_task(self.learner.resume())
 
     async def close(self) -> None:
-        """End learning, for good; what is not done stays on disk, for the next Memory."""
+        """End learning; what is not done stays on disk, for the next who opens the folder."""
         tasks = [*self.learner.tasks.values(), *self.embedder.tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in (self.learner.tasks, self.learner.due, self.embedder.tasks):
+            ended.clear()  # it may be opened again
         self.locks.close()
 
     def note(self, part: str, failed: bool) -> None:
