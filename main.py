@@ -1171,7 +1171,7 @@ async def health() -> Json:
         "model": chat.model if works else broken,
         "degraded": degraded,
         "pending": sum(learner.pending.values()),
-        "given_up": learner.totals["given up"],
+        "given_up": learner.given_up,
     }
 
 

@@ -1516,8 +1516,7 @@ class Embedder:
                 vectors |= await self.fetch([text], 500)
         except Exception:  # whatever the endpoint did: keywords serve
             log.warning("embeddings failed", exc_info=True)
-        failed = [text for text in texts if text not in vectors]
-        for text in [*failed, *list(self.tasks)[:-2000]]:
+        for text in [*{*texts} - {*vectors}, *list(self.tasks)[:-2000]]:
             self.tasks.pop(text, None)
         return vectors
 
@@ -1691,16 +1690,11 @@ class Memory:
 
 # --- Learning ---
 
-# The "bad" answers to a turn, by its key, and how often it was made "smaller": once, it goes
-# alone; twice, it is also cut, and goes without facts and examples.
-Troubles = Counter[tuple[str, str]]
-
 
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
 
-    At most `learn_concurrency` users are learned from at once. Pauses, and embeddings of
-    what is stored, are waited for outside of that; inside, only to choose the facts shown.
+    At most `learn_concurrency` users are learned from at once; pauses are outside of that.
     """
 
     def __init__(self, memory: Memory, complete: Complete):
@@ -1711,7 +1705,8 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
-        self.totals: Counter[str] = Counter()  # "learned" calls, turns "given up"
+        # Whether a call was of use, and turns that never were, since the start
+        self.answered, self.given_up = False, 0
 
     async def resume(self) -> None:
         """Finish deletions that a kill cut off; schedule the users whose turns wait."""
@@ -1729,7 +1724,8 @@ class Learner:
 
     async def work_for(self, user: str) -> None:
         """Do what is to be done for a user, as often as it is due, until nothing is left."""
-        due, back_off, pause, troubles = self.due[user], BACK_OFF, 0.0, Troubles()
+        due, back_off, pause = self.due[user], BACK_OFF, 0.0
+        failures: Counter[str] = Counter()  # by the key of a turn
         while due.is_set() or pause < math.inf:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -1740,7 +1736,7 @@ class Learner:
             pause = math.inf  # until somebody calls `schedule`
             try:
                 async with self.memory.locks.held(f"{user}/learn"):
-                    pause = await self.catch_up(user, quiet, troubles)
+                    pause = await self.catch_up(user, quiet, failures)
                 back_off = BACK_OFF
             except NotFound:  # deleted
                 del self.pending[user]
@@ -1751,7 +1747,7 @@ class Learner:
                 log.exception("learning failed by our fault")
         del self.due[user], self.tasks[user]
 
-    async def catch_up(self, user: str, quiet: bool, troubles: Troubles) -> float:
+    async def catch_up(self, user: str, quiet: bool, failures: Counter[str]) -> float:
         """Learn all that waits; make vectors of what is searched, and of all in a quiet time.
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
@@ -1759,152 +1755,133 @@ class Learner:
         state = None
         while state is None:
             async with self.at_work:
-                state = await self.learn(user, troubles)
-        facts, made = [*state.facts.values()], 0
-        searched = within_budget(facts, self.memory.settings.hint_tokens) != facts
-        if searched or quiet:  # else they all stand in the hints
-            made = await self.embed_missing(user, FACTS)
-        if not quiet or made or await self.embed_missing(user, MESSAGES):
-            return QUIET  # there may be more
-        return math.inf
+                state = await self.learn(user, failures)
+        if quiet:
+            made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
+            return QUIET if any(made) else math.inf  # there may be more
+        facts = [*state.facts.values()]
+        if within_budget(facts, self.memory.settings.hint_tokens) != facts:
+            await self.embed_missing(user, FACTS)  # else they all stand in the hints
+        return QUIET
 
-    async def embed_missing(self, user: str, file: str, most: int = 256) -> int:
-        """Make and write vectors that a file lacks, the newest; return how many."""
+    async def embed_missing(self, user: str, file: str) -> int:
+        """Make and write vectors that a file lacks, the newest 256; return how many."""
         run, embedder = self.memory.run, self.memory.embedder
         missing = await run(user, IndexedFiles.missing, file) if embedder.embed else {}
-        ids = [*missing][-most:]
+        ids = [*missing][-256:]
         vectors = await embedder.vectors([missing[id].text for id in ids], query=False)
         made = {id: v for id, v in zip(ids, vectors) if v is not None}
         if made:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str, troubles: Troubles) -> State | None:
-        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
+    async def learn(self, user: str, failures: Counter[str]) -> State | None:
+        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer.
+
+        After one bad answer or refusal a turn goes alone, after two it is also cut and goes
+        without facts and examples, after three it counts as learned.
+        """
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
             return state
-        bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
-        batch = waiting[:BATCH_TURNS]
+        failed = failures[waiting[0].key]
+        batch = waiting[: 1 if failed else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
-        fitting = len(within_budget(texts, self.context_tokens // 6))
-        alone = troubles[smaller] or troubles[bad] > 1
-        batch = batch[: 1 if alone else max(1, fitting)]
+        batch = batch[: len(within_budget(texts, self.context_tokens // 6)) or 1]
+        operations: list[Operation] = []
         try:
-            operations = await self.propose(user, state, batch, troubles[smaller])
+            operations = await self.propose(user, state, batch, failed > 1)
         except NoAnswer as error:
             log.warning("no answer while learning: %r", error)
-            refused = isinstance(error, RequestRefused)
-            bad_answer = isinstance(error, BadAnswer)
-            if not bad_answer:
+            if not isinstance(error, BadAnswer):
                 self.memory.note("learning", failed=True)
-            if refused and troubles[smaller] < 2:
-                troubles[smaller] += 1
-            # Refused even so: it is this turn, if others are answered.
-            elif bad_answer or (refused and self.totals["learned"]):
-                troubles.update((turn.key, "bad") for turn in batch)
-            else:
-                raise
+                # Refused though cut: it is this turn, if others are answered.
+                hopeful = failed < 2 or self.answered
+                if not (isinstance(error, RequestRefused) and hopeful):
+                    raise
+            failures.update(turn.key for turn in batch)
+            if failed < 2:
+                return None
+            log.error("a turn counts as learned, as no answer to it can be used")
+            self.given_up += 1
         else:
-            self.totals["learned"] += 1
+            self.answered = True
             self.memory.note("learning", failed=False)
-            await self.commit(user, batch, operations)
-        if troubles[bad] > 2:  # it went alone
-            await self.commit(user, batch, [])
-            log.error("a turn gave three bad answers and counts as learned")
-            self.totals["given up"] += 1
+        await self.commit(user, batch, operations)
         return None
 
     async def propose(
-        self, user: str, state: State, batch: list[Unlearned], smaller: int
+        self, user: str, state: State, batch: list[Unlearned], cut_short: bool
     ) -> list[Operation]:
         """Return the operations by which a model learns turns, those that may pass; or NoAnswer."""
         messages, budget = learning_prompt(self.context_tokens)
-        if smaller == 2:
-            messages, budget = messages[:1], 0
-        facts = (
-            await self.facts_to_show(user, state, batch, budget // 6) if budget else []
-        )
+        facts: list[Any] = [*state.facts.values()]
+        if cut_short:
+            messages, budget, facts = messages[:1], 0, []
+        elif within_budget(facts[:200], budget // 6) != facts:
+            # The best of each query before the second best of any
+            ranks = itertools.zip_longest(*await self.nearest_facts(user, batch))
+            once = {fact["id"]: fact for rank in ranks for fact in rank if fact}
+            facts = [*once.values()]
+        facts = within_budget(facts[:200], budget // 6)
         texts, rows = [fact["text"] for fact in facts], [turn.row for turn in batch]
         in_thread, form = self.memory.locks.in_thread, operations_schema(len(facts))
         request = await in_thread(learning_request, texts, rows, budget)
-        answer = await ask_model(self.complete, [*messages, request], form)
-        proposed = parse_answer(answer, "operations", list)
+        proposed = await self.ask([*messages, request], form, "operations", list)
         nearest: dict[str, str] = {}
-        if '"delete"' in answer:
+        if "delete" in str(proposed):
             # Nothing is found where fewer than three facts have a vector.
-            found = await self.nearest_facts(user, batch, 1, by_words=False)
+            found = await self.nearest_facts(user, batch, by_words=False)
             nearest = {t.key: best[0]["id"] for t, best in zip(batch, found) if best}
         return await in_thread(admit, proposed, facts, batch, nearest)
 
-    async def facts_to_show(
-        self, user: str, state: State, batch: list[Unlearned], tokens: int
-    ) -> list[Row]:
-        """Return the facts a batch may touch: all if few, else those nearest to each query."""
-        facts: list[Any] = [*state.facts.values()]
-        if within_budget(facts[:200], tokens) != facts:
-            ranked = await self.nearest_facts(user, batch, 200)
-            # The best of each query before the second best of any
-            ranks = itertools.zip_longest(*ranked)
-            once = {fact["id"]: fact for rank in ranks for fact in rank if fact}
-            facts = [*once.values()]
-        return within_budget(facts[:200], tokens)
-
     async def nearest_facts(
-        self, user: str, batch: list[Unlearned], k: int, by_words: bool = True
+        self, user: str, batch: list[Unlearned], by_words: bool = True
     ) -> list[list[Row]]:
-        """Return for each turn the k facts nearest to its query, by meaning and words."""
+        """Return for each turn the 200 facts nearest to its query, by meaning and words."""
         await self.embed_missing(user, FACTS)
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.memory.embedder.vectors(queries)
         pairs = zip(queries if by_words else itertools.repeat(""), vectors)
-
-        def search(files: IndexedFiles) -> list[list[Row]]:
-            return [files.search_facts(*pair, k, cutoff=False) for pair in pairs]
-
-        return await self.memory.run(user, search)
+        run, search = self.memory.run, IndexedFiles.search_facts
+        return [await run(user, search, *pair, 200, False) for pair in pairs]
 
     async def commit(
         self, user: str, batch: list[Unlearned], operations: list[Operation]
     ) -> None:
         """Write what a batch changes and that it is learned: together, once, or not at all."""
-        settings = self.memory.settings
 
-        def apply_all(store: FactStore, files: UserFiles) -> bool:
+        def apply_all(store: FactStore, files: UserFiles) -> None:
             _, waiting = files.load_unlearned()
             if any(turn not in waiting for turn in batch):
-                return False  # deleted, or learned by somebody else
+                return  # deleted, or learned by somebody else
             if {one["id"] for one in operations if "id" in one} - {*store.state.facts}:
-                return False  # one was deleted meanwhile: these turns are learned anew
+                return  # one was deleted meanwhile: these turns are learned anew
             for operation in operations:
                 store.apply(operation)
             store.state.learned.update({t.session_id: t.row["turn"] for t in batch})
-            store.forget_faded(settings.max_facts)
-            return True
+            store.forget_faded(self.memory.settings.max_facts)
 
-        if await self.memory.change(user, apply_all) and settings.summaries:
-            for session_id in {turn.session_id for turn in batch}:
-                await self.summarize(user, session_id)
+        await self.memory.change(user, apply_all)
+        for session_id in {turn.session_id for turn in batch}:
+            await self.summarize(user, session_id)
 
     async def summarize(self, user: str, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
-        keep, run = self.memory.settings.history_turns, self.memory.run
+        settings, run = self.memory.settings, self.memory.run
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[:-keep]
-        if len(old) > 3 * keep:
-            old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-        if len(old) <= keep:
+        old = transcript.unfolded()[: -settings.history_turns]
+        if len(old) <= settings.history_turns or not settings.summaries:
             return
-        limit = max(300, self.context_tokens // 2)  # bytes: a third as many tokens
+        limit = self.context_tokens // 2  # bytes: a third as many tokens
         size = limit // len(old) // 2
         texts = [{p: cut(row[p], size) for p in ("query", "response")} for row in old]
         request = {"previous": cut(transcript.summary, limit), "turns": texts}
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
         form = json_schema("session_summary", {"summary": {"type": "string"}})
-        answer = await ask_model(self.complete, prompt, form)
-        summary = parse_answer(answer, "summary", str).strip()
+        summary = (await self.ask(prompt, form, "summary", str)).strip()
 
         def write_summary(files: UserFiles) -> None:
             newest = files.transcript(session_id)
@@ -1914,17 +1891,16 @@ class Learner:
 
         if summary:
             await run(user, write_summary)
-            await self.summarize(user, session_id)  # there may be more
 
-
-async def ask_model(complete: Complete, messages: list[Message], form: Row) -> str:
-    """Return the model's answer; NoAnswer: there is none."""
-    try:
-        return await complete(messages, form)
-    except NoAnswer:
-        raise
-    except Exception as error:  # whatever kept the endpoint from answering
-        raise NoAnswer(repr(error)) from error
+    async def ask(self, prompt: list[Message], form: Row, key: str, kind: type) -> Any:
+        """Return one field of the model's answer. Raises NoAnswer."""
+        try:
+            answer = await self.complete(prompt, form)
+        except NoAnswer:
+            raise
+        except Exception as error:  # whatever kept the endpoint from answering
+            raise NoAnswer(repr(error)) from error
+        return parse_answer(answer, key, kind)
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -1963,12 +1939,11 @@ class Turn:
         said = [line["text"] for line in within_budget(lines, tokens // 3)]
         budget = tokens - sum(count_tokens(text) + 2 for text in said)
         facts = [*self.state.facts.values()]
-        if within_budget(facts, budget) == facts:
-            chosen = scored(facts)
-            degraded = [] if self.memory.embedder.embed else ["embeddings"]
-        else:
-            profile = scored(fact for fact in facts if fact["kind"] == "profile")
-            chosen, k = within_budget(profile, budget // 2), settings.hint_k
+        fit = within_budget(facts, budget) == facts
+        chosen = scored(fact for fact in facts if fit or fact["kind"] == "profile")
+        degraded = [] if self.memory.embedder.embed else ["embeddings"]
+        if not fit:
+            chosen, k = within_budget(chosen, budget // 2), settings.hint_k
             have = {fact["id"] for fact in chosen}
             hits, degraded = await self.memory.search(self.user, message, k + len(have))
             more = [fact for fact in hits if fact["id"] not in have]
@@ -1997,8 +1972,8 @@ class Turn:
             prompt = [as_message("system", system + earlier)]
             for turn in turns:
                 answer = turn["response"] or "(interrupted)"
-                prompt.append(as_message("user", turn["query"]))
-                prompt.append(as_message("assistant", answer))
+                said = as_message("user", turn["query"])
+                prompt += [said, as_message("assistant", answer)]
             prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
             if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
                 return prompt
@@ -2063,10 +2038,8 @@ class Turn:
                     reason = "too long, passing, a secret or an instruction"
                 elif all(find_duplicate(facts, one["text"]) for one in finals):
                     reason = "known already"
-                elif len(words) < 2:
-                    reason = "not a statement about the user"
-                elif score < 0.5:
-                    reason = "the user did not say so"
+                elif len(words) < 2 or score < 0.5:
+                    reason = "not a statement that the user made"
                 else:
                     for final in finals:
                         store.apply(final)
@@ -2106,7 +2079,7 @@ class Turn:
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations, word for word."""
         # What was said just now has no vectors yet.
-        await self.memory.learner.embed_missing(self.user, MESSAGES, most=64)
+        await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         exchanges = await self.memory.run(self.user, *arguments)

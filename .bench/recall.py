@@ -80,7 +80,7 @@ class Service:
 
         for user in {user for user, _ in self.sessions}:
             embed_missing = self.memory.learner.embed_missing
-            while await embed_missing(user, MESSAGES, most=2000):
+            while await embed_missing(user, MESSAGES):
                 pass
             index = await self.memory.run(user, IndexedFiles.index, MESSAGES)
             self.indexes[user] = index
