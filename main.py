@@ -36,8 +36,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl
 from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import memory
 import tools
@@ -1026,44 +1027,37 @@ OWN_HOST = re.compile(r"""(?xi)
 \.? (:\d*)?""")
 
 
-def require_token(app: ASGIApp) -> ASGIApp:
+async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer 401 where a token is needed and none is sent, 403 to a stranger's Host.
 
-    Middleware, because FastAPI reads and checks a body before it asks any dependency.
+    Before the routes, because FastAPI reads and checks a body before any dependency.
     """
-
-    async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
-        request, error = Request(scope), None
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        scope["token"] = token = token.strip() if scheme.lower() == "bearer" else ""
-        key = settings.api_key.encode()
-        scope["is_key"] = hmac.compare_digest(token.encode("latin-1"), key)
-        # `owner` checks whose token it is, once the route knows the user.
-        formed = scope["is_key"] or re.fullmatch("[0-9a-f]{64}", token)
-        if settings.api_key and not formed and scope["path"] not in OPEN:
-            bearer = {"WWW-Authenticate": "Bearer"}
-            error = HTTPException(401, "A valid token is needed.", bearer)
-        if not settings.api_key and not is_own_host(request.headers.getlist("Host")):
-            detail = "Not under this host name: set API_KEY, or use an IP address."
-            error = HTTPException(403, detail)
-        answer = await on_error(request, error) if error else app
-        await answer(scope, receive, send)
-
-    return check
+    if scope["type"] == "http":
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        scope["token"] = token.encode("latin-1")
+        if settings.api_key:
+            # `owner` checks whose token it is, once the route knows the user.
+            formed = is_key(scope["token"]) or re.fullmatch("[0-9a-f]{64}", token)
+            if not formed and scope["path"] not in OPEN:
+                bearer = {"WWW-Authenticate": "Bearer"}
+                raise HTTPException(401, "A valid token is needed.", bearer)
+        else:
+            # A web page anywhere may point its own name at 127.0.0.1 and read what
+            # answers (DNS rebinding). Two: h11 refuses them, other servers do not.
+            hosts = headers.getlist("Host")
+            if len(hosts) > 1 or not OWN_HOST.fullmatch("".join(hosts)):
+                detail = "Not under this host name: set API_KEY, or use an IP address."
+                raise HTTPException(403, detail)
+    await app.router.app(scope, receive, send)
 
 
-app.add_middleware(require_token)
+app.router.middleware_stack = require_token  # inside of what answers HTTPException
 
 
-def is_own_host(hosts: list[str]) -> bool:
-    """Tell whether a request's Host is one that no stranger can have.
-
-    A web page anywhere may point its own name at 127.0.0.1 and read what answers there
-    (DNS rebinding). Two are refused: h11 does so before, other servers do not.
-    """
-    return len(hosts) < 2 and bool(OWN_HOST.fullmatch("".join(hosts)))
+def is_key(token: bytes) -> bool:
+    return hmac.compare_digest(token, settings.api_key.encode())
 
 
 async def on_error(request: Request, error: Any) -> Response:
@@ -1098,8 +1092,8 @@ for kind in (RequestValidationError, HTTPException, NotFound, OSError):
 async def owner(request: Request, user_id: UserName) -> str:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
     token, key = request.scope["token"], settings.api_key.encode()
-    if key and not request.scope["is_key"]:
-        own = hmac.digest(key, user_id.encode(), "sha256").hex()
+    if key and not is_key(token):
+        own = hmac.digest(key, user_id.encode(), "sha256").hex().encode()
         if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
     return user_id
