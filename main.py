@@ -141,15 +141,6 @@ class CompletionRequest(BaseModel, extra="allow"):
     store: bool | None = None
     n: Literal[1] | None = None
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def check_json(cls, body: Any) -> Any:
-        """Refuse what cannot be sent on: NaN, lone surrogates, hundreds of levels."""
-        if isinstance(body, dict):
-            to_json([[body]])  # as deep as in a request
-            json.dumps(body, allow_nan=False)
-        return body
-
 
 @dataclass
 class TurnRequest:
@@ -1112,6 +1103,8 @@ async def completion_body(request: Request, body: CompletionRequest) -> Any:
     """Return the body with the user's name in its normal form; "": it names none."""
     user = agreeing_value(request, body.user, "X-User-Id")
     try:
+        # What cannot be sent on: NaN, lone surrogates, hundreds of levels
+        pydantic_core.from_json(await request.body(), allow_inf_nan=False)
         body.user = user and memory.normal_name(user)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
