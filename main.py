@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import time
-import unicodedata
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
@@ -1101,27 +1100,19 @@ async def chat_body(request: Request, body: ChatRequest) -> ChatRequest:
 
 async def completion_body(request: Request, body: CompletionRequest) -> Any:
     """Return the body with the user's name in its normal form; "": it names none."""
-    user = agreeing_value(request, body.user, "X-User-Id")
+    sent = [value.encode("latin-1") for value in request.headers.getlist("X-User-Id")]
     try:
         # What cannot be sent on: NaN, lone surrogates, hundreds of levels
         pydantic_core.from_json(await request.body(), allow_inf_nan=False)
-        body.user = user and memory.normal_name(user)
+        given = [body.user or "", *map(bytes.decode, sent)]
+        names = {memory.normal_name(name) for name in given if name.strip()}
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
+    if len(names) > 1:
+        raise HTTPException(400, "X-User-Id and the body, or two such, disagree.")
+    body.user = "".join(names)
     await owner(request, body.user)
     return body
-
-
-def agreeing_value(request: Request, given: Any, header: str) -> str:
-    """Return what a field of the body or a header says; 400 where two disagree."""
-    values = [str(given or "")]
-    for value in request.headers.getlist(header):
-        # Bytes that are not UTF-8 stay different; as one sign, they would make two names one.
-        values.append(value.encode("latin-1").decode(errors="backslashreplace"))
-    names = {unicodedata.normalize("NFC", value.strip()) for value in values} - {""}
-    if len(names) > 1:
-        raise HTTPException(400, f"{header} and the body, or two such, disagree.")
-    return "".join(names)
 
 
 def service() -> Service:
@@ -1184,9 +1175,9 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     else:
         turn.options.pop("tool_choice", None)
     named = (body.metadata or {}).get("session_id")
-    named = agreeing_value(request, named, "X-Session-Id")
+    named = str(named or request.headers.get("X-Session-Id", ""))
     # Not "off" alone: Open WebUI can put the name of its task there.
-    on = request.headers.get("X-Memory", "").strip().lower() in ("", "on")
+    on = request.headers.get("X-Memory", "").lower() in ("", "on")
     if turn.user and queries and on and body.store is not False:
         about = f"{turn.user}\n{named or queries[0]}"
         turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))

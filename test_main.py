@@ -3823,7 +3823,7 @@ ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES]
 ODD_NAMES += [
     ({}, {"X-User-Id": "a\x85nn".encode()}), ({}, {"X-User-Id": "ann\\bob"}),
     ({}, [("X-User-Id", "ann"), ("X-User-Id", "bob")]), (ANN, {"X-User-Id": "Ann"}),
-    (ANN | {"store": False}, {"X-User-Id": "bob"}), (ANN | {"metadata": {"session_id": A}}, {"X-Session-Id": B}),
+    (ANN | {"store": False}, {"X-User-Id": "bob"}),
 ]  # fmt: skip
 BAD_REQUESTS = [("/chat", body, {}) for body in BAD_TURNS]
 BAD_REQUESTS += [(V1, body, {"X-User-Id": "nobody"}) for body in ODD_BODIES]
