@@ -93,7 +93,7 @@ except pydantic.ValidationError as error:
 except (OSError, ValueError) as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
-MAX_UNREAD = 1 << 19  # bytes held for a slow client; as many again may be in a send
+MAX_UNREAD = 1 << 20  # bytes held for a slow client
 READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds until the models are listed again
@@ -191,9 +191,7 @@ class EventStream(StreamingResponse):
     """
 
     task: asyncio.Task[None]  # which runs the turn
-    started = False  # the status is sent
-    ended = False  # `done` or `error` was emitted
-    closed = False  # the response is over
+    ended = False  # `done` or `error` was emitted, or nobody is there to read it
 
     def __init__(self, request: TurnRequest, media_type: str = "application/x-ndjson"):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -203,9 +201,10 @@ class EventStream(StreamingResponse):
 
     def emit(self, type: str, **fields: Any) -> None:
         """Put an event behind those that wait; nothing follows `done` or `error`."""
-        if not self.ended:
-            self.unsent += self.encode(type, fields)
-            self.ended = type in ("done", "error")
+        if self.ended:
+            return
+        self.ended = type in ("done", "error")
+        self.unsent += self.encode(type, fields)
         if self.unsent:  # OpenAI's face makes no bytes of some events
             self.ready.set()
         if len(self.unsent) > MAX_UNREAD and not self.ended:  # nobody reads it
@@ -220,12 +219,13 @@ class EventStream(StreamingResponse):
         except (TimeoutError, asyncio.CancelledError):
             log.warning("an answer was cut: nobody reads it, or the service stops")
         finally:
-            self.ended = self.closed = True
+            self.ended = True
+            self.unsent.clear()
             self.task.cancel()
 
     async def stream_response(self, send: Send) -> None:
-        more = True
-        while more:
+        started = False
+        while self.unsent or not self.ended:
             try:
                 async with asyncio.timeout(PING_AFTER):
                     await self.ready.wait()
@@ -234,15 +234,14 @@ class EventStream(StreamingResponse):
                 continue
             self.ready.clear()
             body, more = bytes(self.unsent), not self.ended
-            self.unsent.clear()
             async with asyncio.timeout(READ_TIMEOUT):
-                if not self.started:  # the first event decides on the status
-                    self.started = True
+                if not started:  # the first event decides on the status
                     head = {"status": self.status_code, "headers": self.raw_headers}
                     await send({"type": "http.response.start", **head})
+                    started = True
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
-        self.closed = True  # the client may ask again before `__call__` ends
+            del self.unsent[: len(body)]
 
 
 class OpenAIStream(EventStream):
@@ -266,20 +265,20 @@ class OpenAIStream(EventStream):
             return self.encode_error(**fields)
         if type == "done":
             return self.encode_done(fields)
-        if self.stream and type in ("token", "thought"):
-            text = fields["text"] if type == "token" else "\n\n"
-            return self.encode_choice({"content": text})
-        return b": ping\n\n" if self.stream and type == "ping" else b""
+        texts = {"token": fields.get("text"), "thought": "\n\n", "ping": ""}
+        if self.stream and type in texts:
+            return self.encode_choice({"content": texts[type]})
+        return b""
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
-        calls = done.get("tool_calls", [])
+        calls = [
+            call | {"index": n} for n, call in enumerate(done.get("tool_calls", []))
+        ]
         message: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
             message["content"] = done["response"] or None
             return self.encode_choice(message, reason, usage=done["usage"])
-        for n, call in enumerate(calls):
-            call["index"] = n
         last = self.encode_choice(message, reason)
         if self.usage:
             last += self.encode_choice({}, choices=[], usage=done["usage"])
@@ -297,11 +296,11 @@ class OpenAIStream(EventStream):
     def encode_error(self, code: str, message: str) -> bytes:
         status, _ = FAILURES[code]
         error = to_json(openai_error(status, message, code))
-        if self.stream and (self.started or self.unsent):
+        if not self.opening:  # the stream has begun
             return b"data: %b\n\n" % error
         self.status_code = status
-        self.headers["Content-Type"] = JSON_TYPE
-        self.headers["X-Should-Retry"] = "false"  # openai's client would, by itself
+        # openai's client would retry, by itself
+        self.headers.update({"Content-Type": JSON_TYPE, "X-Should-Retry": "false"})
         return error
 
 
@@ -915,7 +914,7 @@ class Service:
         if not self.chat.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         # A place is free when its turn and its response have both ended.
-        self.running = [e for e in self.running if not (e.closed and e.task.done())]
+        self.running = [e for e in self.running if e.unsent or not e.task.done()]
         most = settings.max_concurrent_turns
         user, session = events.request.user, events.request.session
         sessions = [e.request.session for e in self.running if e.request.user == user]
