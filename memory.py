@@ -881,7 +881,6 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
 
 def list_sessions(files: UserFiles) -> list[Row]:
     """Return the sessions, the latest first."""
-    files.load()
     sessions = []
     for session_id in files.sessions():
         turns, last = files.transcript(session_id).turns, files.last_turn(session_id)
