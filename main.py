@@ -1052,10 +1052,9 @@ async def on_error(request: Request, error: Any) -> Response:
     openai_face = request.scope["path"].startswith("/v1/")
     if isinstance(error, RequestValidationError):
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
-        first, sent = found[0], request.headers.get("Content-Type", "")
-        if first["loc"] == ("body",) and "json" not in sent:
-            first["msg"] = "Send it with the header Content-Type: application/json"
-        said = f"{first['loc'][-1]}: {first['msg']}"
+        if found[0]["loc"] == ("body",):
+            found[0]["msg"] = "Send a JSON object as Content-Type: application/json"
+        said = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
         error = HTTPException(422, said if openai_face else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
@@ -1067,8 +1066,7 @@ async def on_error(request: Request, error: Any) -> Response:
     if status in (400, 422):
         status = 400 if openai_face else 422
     if openai_face:
-        code = getattr(error, "code", None)  # of a Failure
-        content = openai_error(status, error.detail, code)
+        content = openai_error(status, error.detail, getattr(error, "code", None))
     return Response(to_json(content), status, error.headers, JSON_TYPE)
 
 
