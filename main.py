@@ -30,7 +30,7 @@ import aiohttp
 import numpy as np
 import pydantic
 import pydantic_core
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl
@@ -1108,8 +1108,6 @@ def service() -> Service:
 Owner = Annotated[str, Depends(owner)]
 ChatBody = Annotated[ChatRequest, Depends(chat_body)]
 CompletionBody = Annotated[CompletionRequest, Depends(completion_body)]
-Text = Annotated[str, Query(min_length=1, max_length=32_000)]
-Count = Annotated[int, Query(ge=1, le=100)]
 
 
 @app.get("/", response_class=PlainTextResponse)
@@ -1180,7 +1178,7 @@ async def models() -> Json:
 
 
 @app.get("/users/{user_id}/memories")
-async def list_memories(user: Owner, query: Text = "", k: Count = 20) -> Json:
+async def list_memories(user: Owner, query: str = "", k: PositiveInt = 20) -> Json:
     return {"memories": await service().memory.facts(user, query, k)}
 
 
