@@ -35,7 +35,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl
 from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -80,7 +79,7 @@ try:
 except pydantic.ValidationError as error:
     wrong = error.errors()[0]
     raise SystemExit(f"{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
-except (OSError, ValueError) as error:
+except OSError as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_UNREAD = 1 << 20  # bytes held for a slow client
@@ -283,19 +282,20 @@ class OpenAIStream(EventStream):
         return b"data: %b\n\n" % body if self.stream else body
 
     def encode_error(self, code: str, message: str) -> bytes:
-        status, _ = FAILURES[code]
-        error = to_json(openai_error(status, message, code))
+        failure = Failure(code, detail=message)
+        error = to_json(openai_error(failure))
         if not self.opening:  # the stream has begun
             return b"data: %b\n\n" % error
-        self.status_code = status
+        self.status_code = failure.status_code
         # openai's client would retry, by itself
         self.headers.update({"Content-Type": JSON_TYPE, "X-Should-Retry": "false"})
         return error
 
 
-def openai_error(status: int, message: str, code: str | None = None) -> Json:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def openai_error(error: HTTPException) -> Json:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    about = {"message": error.detail, "type": kind, "param": None}
+    return {"error": about | {"code": getattr(error, "code", None)}}
 
 
 # --- The agent loop ---
@@ -1011,13 +1011,13 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
     Before the routes, because FastAPI reads and checks a body before any dependency.
     """
     if scope["type"] == "http":
-        headers = Headers(scope=scope)
-        scheme, _, token = headers.get("Authorization", "").partition(" ")
-        token = token.strip() if scheme.lower() == "bearer" else ""
-        scope["token"] = token.encode("latin-1")
+        headers = Request(scope).headers
+        scheme, _, sent = headers.get("Authorization", "").partition(" ")
+        token = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        scope["token"] = token
         if settings.api_key:
             # `owner` checks whose token it is, once the route knows the user.
-            formed = is_key(scope["token"]) or re.fullmatch("[0-9a-f]{64}", token)
+            formed = is_key(token) or re.fullmatch(b"[0-9a-f]{64}", token)
             if not formed and scope["path"] not in OPEN:
                 bearer = {"WWW-Authenticate": "Bearer"}
                 raise HTTPException(401, "A valid token is needed.", bearer)
@@ -1052,12 +1052,11 @@ async def on_error(request: Request, error: Any) -> Response:
     elif isinstance(error, OSError):
         log.error("the user's files cannot be read or written", exc_info=error)
         error = HTTPException(503, "The files cannot be read or written.")
-    status, content = error.status_code, {"detail": error.detail}
+    status = error.status_code
     # FastAPI's 400 is a body that it cannot read; OpenAI has no 422.
     if status in (400, 422):
         status = 400 if openai_face else 422
-    if openai_face:
-        content = openai_error(status, error.detail, getattr(error, "code", None))
+    content = openai_error(error) if openai_face else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, JSON_TYPE)
 
 
@@ -1132,7 +1131,7 @@ async def health() -> Json:
         "status": "ok" if works and not degraded else "degraded",
         "model": chat.model if works else broken,
         "degraded": degraded,
-        "pending": sum(learner.pending.values()),
+        "pending": learner.pending.total(),
         "given_up": learner.totals["given up"],
     }
 
@@ -1152,18 +1151,19 @@ async def chat(body: ChatBody) -> Response:
 async def completions(request: Request, body: CompletionBody) -> Response:
     history = [message.model_dump(exclude_unset=True) for message in body.messages]
     queries = [text_of(message) for message in history if message["role"] == "user"]
-    turn = TurnRequest("".join(queries[-1:]), body.user or "", history=history)
-    turn.options = body.model_extra or {}
+    options = body.model_extra or {}
     if body.tools:
-        turn.options["tools"] = body.tools
+        options["tools"] = body.tools
     else:
-        turn.options.pop("tool_choice", None)
+        options.pop("tool_choice", None)
+    asked, user = "".join(queries[-1:]), body.user or ""
+    turn = TurnRequest(asked, user, history=history, options=options)
     named = (body.metadata or {}).get("session_id")
     named = str(named or request.headers.get("X-Session-Id", ""))
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").lower() in ("", "on")
-    if turn.user and queries and on and body.store is not False:
-        about = f"{turn.user}\n{named or queries[0]}"
+    if user and queries and on and body.store is not False:
+        about = f"{user}\n{named or queries[0]}"
         turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
         with suppress(ValueError):
             turn.session = str(uuid.UUID(named))
@@ -1188,13 +1188,9 @@ async def memory_history(user: Owner, id: str) -> Json:
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
-async def delete_memory(user: Owner, id: str) -> None:
-    await service().memory.user_data(user, memory.delete_facts, id)
-
-
 @app.delete("/users/{user_id}/memories", status_code=204)
-async def delete_memories(user: Owner) -> None:
-    await service().memory.user_data(user, memory.delete_facts)
+async def delete_memories(user: Owner, id: str | None = None) -> None:
+    await service().memory.user_data(user, memory.delete_facts, id)
 
 
 @app.get("/users/{user_id}/sessions")
