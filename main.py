@@ -3,6 +3,8 @@
 One turn: what is known about the user and what was said stand in one prompt; the model
 and the tools take turns until there is an answer, streamed as it comes; the turn is
 written; then it is learned from, in the background. A session's turns run one at a time.
+POST /chat, POST /v1/chat/completions (as OpenAI's), GET /users/{user_id}/memories
+and /sessions, GET /health. The README says more.
 
     uvicorn main:app --timeout-graceful-shutdown 10
 """
@@ -105,7 +107,7 @@ class ChatRequest(BaseModel, extra="forbid"):
     user_id: UserName
     session_id: uuid.UUID
     message: str = Field(min_length=1, max_length=32_000, validation_alias=MessageNames)
-    reasoning_mode: bool | None = Field(False, strict=True)
+    reasoning_mode: pydantic.StrictBool | None = False
 
 
 class ClientMessage(BaseModel, extra="allow"):
@@ -134,11 +136,11 @@ class TurnRequest:
     """What a turn is asked, whichever face of the service it came to."""
 
     text: str  # of the last user message
-    user: str = ""  # who asks; empty: not known
-    session: str = ""  # empty: no memory is read or written
-    reasoning: bool = False
-    history: list[Message] = field(default_factory=list)  # empty: the transcript's
-    options: Json = field(default_factory=dict)  # the client's, for the endpoint
+    user: str  # who asks; empty: not known
+    session: str  # empty: no memory is read or written
+    reasoning: bool
+    history: list[Message]  # empty: the transcript's
+    options: Json  # the client's, for the endpoint
 
 
 FAILURES = {  # code: the status where no stream has begun, what a client is told
@@ -260,9 +262,8 @@ class OpenAIStream(EventStream):
 
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
-        calls = [
-            call | {"index": n} for n, call in enumerate(done.get("tool_calls", []))
-        ]
+        calls = done.get("tool_calls", [])
+        calls = [call | {"index": n} for n, call in enumerate(calls)]
         message: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
             message["content"] = done["response"] or None
@@ -961,8 +962,7 @@ class Service:
 # --- HTTP ---
 
 # Uvicorn would call it an error that a client was cut, which is in the log already.
-CUT = "ASGI callable returned without completing response."
-log.addFilter(lambda record: record.msg != CUT)
+log.addFilter(lambda record: "without completing response" not in str(record.msg))
 
 
 @asynccontextmanager
@@ -1105,17 +1105,12 @@ def service() -> Service:
 
 
 Owner = Annotated[str, Depends(owner)]
-ChatBody = Annotated[ChatRequest, Depends(chat_body)]
 CompletionBody = Annotated[CompletionRequest, Depends(completion_body)]
 
 
 @app.get("/", response_class=PlainTextResponse)
 async def root() -> str:
-    return """\
-A chat that remembers its users.
-POST /chat, POST /v1/chat/completions (as OpenAI's), GET /users/{user_id}/memories
-and /sessions, GET /health. The README says more.
-"""
+    return str(__doc__)
 
 
 @app.get("/health")
@@ -1142,9 +1137,10 @@ async def openapi() -> Json:
 
 
 @app.post("/chat")
-async def chat(body: ChatBody) -> Response:
-    asked = body.message, body.user_id, str(body.session_id), bool(body.reasoning_mode)
-    return service().begin(EventStream(TurnRequest(*asked)))
+async def chat(body: Annotated[ChatRequest, Depends(chat_body)]) -> Response:
+    session, reasoning = str(body.session_id), bool(body.reasoning_mode)
+    turn = TurnRequest(body.message, body.user_id, session, reasoning, [], {})
+    return service().begin(EventStream(turn))
 
 
 @app.post("/v1/chat/completions")
@@ -1156,17 +1152,19 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         options["tools"] = body.tools
     else:
         options.pop("tool_choice", None)
-    asked, user = "".join(queries[-1:]), body.user or ""
-    turn = TurnRequest(asked, user, history=history, options=options)
+    user, session = body.user or "", ""
     named = (body.metadata or {}).get("session_id")
     named = str(named or request.headers.get("X-Session-Id", ""))
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").lower() in ("", "on")
     if user and queries and on and body.store is not False:
-        about = f"{user}\n{named or queries[0]}"
-        turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
-        with suppress(ValueError):
-            turn.session = str(uuid.UUID(named))
+        try:
+            session = str(uuid.UUID(named))
+        except ValueError:
+            about = f"{user}\n{named or queries[0]}"
+            session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
+    asked = "".join(queries[-1:])
+    turn = TurnRequest(asked, user, session, False, history, options)
     return service().begin(OpenAIStream(turn, body, service().chat))
 
 
@@ -1201,7 +1199,7 @@ async def list_sessions(user: Owner) -> Json:
 @app.get("/users/{user_id}/sessions/{session_id}")
 async def read_session(user: Owner, session_id: uuid.UUID) -> Json:
     found = await service().memory.user_data(user, memory.read_session, str(session_id))
-    return {"session_id": session_id, "summary": found[0], "turns": found[1]}
+    return {"session_id": session_id, **found}
 
 
 @app.delete("/users/{user_id}/sessions/{session_id}", status_code=204)

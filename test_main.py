@@ -3366,7 +3366,7 @@ def test_a_turn_may_be_cancelled_at_any_await(server, start, model, monkeypatch,
         model.replies.clear()
         model.replies += [sum_of(step), says("Done ", "it.")]
         said = f"I like w{step}"
-        events = main.EventStream(main.TurnRequest(said, "ann", A))
+        events = main.EventStream(main.TurnRequest(said, "ann", A, False, [], {}))
         agent, before = main.AgentRun(service, events), asyncio.all_tasks()
 
         async def run():
