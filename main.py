@@ -244,7 +244,7 @@ class OpenAIStream(EventStream):
     def __init__(self, request: TurnRequest, body: CompletionRequest, chat: "Endpoint"):
         super().__init__(request, "text/event-stream" if body.stream else JSON_TYPE)
         self.endpoint, self.stream = chat, body.stream
-        self.usage = (body.stream_options or {}).get("include_usage") is True
+        self.usage = (body.stream_options or {}).get("include_usage")
         self.opening: Json = {"role": "assistant", "content": ""}  # of the first chunk
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
@@ -1131,9 +1131,7 @@ async def health() -> Json:
     }
 
 
-@app.get("/openapi.json", dependencies=[Depends(key_holder)])
-async def openapi() -> Json:
-    return app.openapi()
+app.get("/openapi.json", dependencies=[Depends(key_holder)])(app.openapi)
 
 
 @app.post("/chat")
