@@ -974,10 +974,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         log.warning(NO_API_KEY)
     for name, endpoint in service.endpoints.items():
         await endpoint.look()
-        level = logging.INFO if endpoint.model in endpoint.sizes else logging.WARNING
         served = endpoint.failure or [*endpoint.sizes][:9]
-        model = endpoint.model or "not known"
-        log.log(level, "%s is %s; at %s: %r", name, model, endpoint.url, served)
+        log.info("%s is %r; at %s: %r", name, endpoint.model, endpoint.url, served)
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:

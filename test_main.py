@@ -1138,7 +1138,7 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
     told = log_of(API_KEY="x")
     assert re.search("CHAT_MODEL.*stand-in(.|\n)*EMBEDDING_MODEL.*bag", told)
     assert "API_KEY" not in told
-    assert re.search("WARNING.*CHAT_MODEL is gone.*stand-in", log_of(CHAT_MODEL="gone"))
+    assert re.search("CHAT_MODEL is 'gone'.*stand-in", log_of(CHAT_MODEL="gone"))
     told = log_of(OPENAI_BASE_URL=closed_port)
     assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.* quota.*Refused", told)
     told = log_of(**NOTHING_SET, EMBEDDING_MODEL="")
