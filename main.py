@@ -1009,31 +1009,25 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
     Before the routes, because FastAPI reads and checks a body before any dependency.
     """
     if scope["type"] == "http":
-        headers = Request(scope).headers
+        headers, key = Request(scope).headers, settings.api_key.encode()
         scheme, _, sent = headers.get("Authorization", "").partition(" ")
         token = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        scope["token"] = token
-        if settings.api_key:
-            # `owner` checks whose token it is, once the route knows the user.
-            formed = is_key(token) or re.fullmatch(b"[0-9a-f]{64}", token)
-            if not formed and scope["path"] not in OPEN:
-                bearer = {"WWW-Authenticate": "Bearer"}
-                raise HTTPException(401, "A valid token is needed.", bearer)
-        else:
-            # A web page anywhere may point its own name at 127.0.0.1 and read what
-            # answers (DNS rebinding). Two: h11 refuses them, other servers do not.
-            hosts = headers.getlist("Host")
-            if len(hosts) > 1 or not OWN_HOST.fullmatch("".join(hosts)):
-                detail = "Not under this host name: set API_KEY, or use an IP address."
-                raise HTTPException(403, detail)
+        any_user = not key or hmac.compare_digest(token, key)
+        scope["token"], scope["any_user"] = token, any_user
+        formed = any_user or re.fullmatch(b"[0-9a-f]{64}", token)
+        if not formed and scope["path"] not in OPEN:  # whose it is, `owner` checks
+            bearer = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "A valid token is needed.", bearer)
+        # A web page anywhere may point its own name at 127.0.0.1 and read what answers
+        # (DNS rebinding). Two: h11 refuses them, other servers do not.
+        hosts = headers.getlist("Host")
+        if not key and (len(hosts) > 1 or not OWN_HOST.fullmatch("".join(hosts))):
+            detail = "Not under this host name: set API_KEY, or use an IP address."
+            raise HTTPException(403, detail)
     await app.router.app(scope, receive, send)
 
 
 app.router.middleware_stack = require_token  # inside of what answers HTTPException
-
-
-def is_key(token: bytes) -> bool:
-    return hmac.compare_digest(token, settings.api_key.encode())
 
 
 async def on_error(request: Request, error: Any) -> Response:
@@ -1064,8 +1058,8 @@ for kind in (RequestValidationError, HTTPException, NotFound, OSError):
 
 async def owner(request: Request, user_id: UserName) -> str:
     """Let in who holds the key, or the user's token: HMAC-SHA256 of the name, in hex."""
-    token, key = request.scope["token"], settings.api_key.encode()
-    if key and not is_key(token):
+    if not request.scope["any_user"]:
+        key, token = settings.api_key.encode(), request.scope["token"]
         own = hmac.digest(key, user_id.encode(), "sha256").hex().encode()
         if not (user_id and hmac.compare_digest(token, own)):
             raise HTTPException(403, "This needs the key, or this user's own token.")
