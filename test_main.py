@@ -3800,8 +3800,7 @@ def v1(**more):
 
 
 BAD_NAMES = [
-    "a" * 129, "ann/bob", "ann\\bob", "ann\0", "ann\nbob", "ann\x85bob", "ann\ud800", ".", " ... ", 7,
-]  # fmt: skip
+    "a" * 129, "ann/bob", "ann\\bob", "ann\0", "ann\nbob", "ann\x85bob", "ann\ud800", ".", " ... ", 7]  # fmt: skip
 NO_OBJECTS = b'{"user_id": "ann", "sess', b'{"user": "\xff\xfe"}', b"", b"[" * 100_000
 BAD_FIELDS = [
     *({"user_id": name} for name in ["", " \t ", *BAD_NAMES]), {"temperature": 1},
@@ -3823,8 +3822,7 @@ ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES]
 ODD_NAMES += [
     ({}, {"X-User-Id": "a\x85nn".encode()}), ({}, {"X-User-Id": "ann\\bob"}),
     ({}, [("X-User-Id", "ann"), ("X-User-Id", "bob")]), (ANN, {"X-User-Id": "Ann"}),
-    (ANN | {"store": False}, {"X-User-Id": "bob"}),
-]  # fmt: skip
+    (ANN | {"store": False}, {"X-User-Id": "bob"})]  # fmt: skip
 BAD_REQUESTS = [("/chat", body, {}) for body in BAD_TURNS]
 BAD_REQUESTS += [(V1, body, {"X-User-Id": "nobody"}) for body in ODD_BODIES]
 BAD_REQUESTS += [(V1, v1(stream=True, **body), headers) for body, headers in ODD_NAMES]
