@@ -176,8 +176,7 @@ to_json = partial(pydantic_core.to_json, ensure_ascii=True)
 class EventStream(StreamingResponse):
     """The answer to POST /chat: what its turn emits, sent as it comes.
 
-    The turn runs in a task of its own. It is cancelled when the client leaves, or reads
-    so slowly that too much would have to be held for it.
+    The turn runs in its own task, cancelled if the client leaves or reads too slowly.
     """
 
     task: asyncio.Task[None]  # which runs the turn
@@ -248,7 +247,7 @@ class OpenAIStream(EventStream):
         self.opening: Json = {"role": "assistant", "content": ""}  # of the first chunk
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
-        self.about["created"] = int(time.time())
+        self.about |= {"created": int(time.time()), "usage": None}
 
     def encode(self, type: str, fields: Json) -> bytes:
         if type == "error":
@@ -278,8 +277,8 @@ class OpenAIStream(EventStream):
         part = "delta" if self.stream else "message"
         choice = {"index": 0, part: self.opening | message, "finish_reason": reason}
         self.opening = {}
-        result = {"model": self.endpoint.model, "choices": [choice], "usage": None}
-        body = to_json(self.about | result | more)
+        about = self.about | {"model": self.endpoint.model, "choices": [choice]}
+        body = to_json(about | more)
         return b"data: %b\n\n" % body if self.stream else body
 
     def encode_error(self, code: str, message: str) -> bytes:
