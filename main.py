@@ -868,8 +868,6 @@ def without(body: Json, part: str) -> Json:
 
 
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
-NO_API_KEY = "API_KEY is not set: everyone who reaches this port can read all memories."
-NO_EMBEDDINGS = "No embeddings: words alone are searched. Set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
 
 class Service:
@@ -970,7 +968,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service = Service()
     log.info("The data is in %s (DATA_DIR).", service.memory.folder)
     if not settings.api_key:
-        log.warning(NO_API_KEY)
+        log.warning("No API_KEY: everyone who reaches this port can read all memories.")
     for name, endpoint in service.endpoints.items():
         await endpoint.look()
         served = endpoint.failure or [*endpoint.sizes][:9]
@@ -978,7 +976,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:
-        log.warning(NO_EMBEDDINGS)
+        log.warning("Words alone are searched: set EMBEDDING_BASE_URL or _MODEL.")
     service.memory.learner.context_tokens = context = await service.chat.context()
     if context < 2048:
         log.error("Nothing can be learned in a context below 2048 tokens.")
