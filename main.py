@@ -1074,11 +1074,11 @@ async def chat_body(request: Request, body: ChatRequest) -> ChatRequest:
 
 async def completion_body(request: Request, body: CompletionRequest) -> Any:
     """Return the body with the user's name in its normal form; "": it names none."""
-    sent = [value.encode("latin-1") for value in request.headers.getlist("X-User-Id")]
+    sent = request.headers.getlist("X-User-Id")
     try:
         # What cannot be sent on: NaN, lone surrogates, hundreds of levels
         pydantic_core.from_json(await request.body(), allow_inf_nan=False)
-        given = [body.user or "", *map(bytes.decode, sent)]
+        given = [body.user or "", *(s.encode("latin-1").decode() for s in sent)]
         names = {memory.normal_name(name) for name in given if name.strip()}
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
@@ -1103,7 +1103,7 @@ async def root() -> str:
 
 
 @app.get("/health")
-@app.head("/health", include_in_schema=False)
+@app.head("/health")
 async def health() -> Json:
     """Say what works, and since when what does not; nothing is read from disk."""
     chat, learner = service().chat, service().memory.learner
