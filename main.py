@@ -50,20 +50,29 @@ Json = dict[str, Any]  # an object on the wire
 Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern="^.+$")]
 
 
+def without_password(url: HttpUrl) -> HttpUrl:
+    if url.username or url.password or url.query:  # URLs are logged, and paths appended
+        raise ValueError("must have no password and no query")
+    return url
+
+
+Url = Annotated[HttpUrl, AfterValidator(without_password)]
+
+
 @pydantic.dataclasses.dataclass(frozen=True)
 class Settings(memory.Settings):
     """What the environment sets, in upper case there; memory's own are inherited."""
 
     api_key: Key = ""  # of this service; empty: open to all
-    openai_base_url: HttpUrl | None = None  # OpenAI itself
+    openai_base_url: Url | None = None  # OpenAI itself
     openai_api_key: Key = ""
     chat_model: str = ""  # empty, here and below: the endpoint's first
     chat_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
-    embedding_base_url: HttpUrl | None = None  # as for chat
+    embedding_base_url: Url | None = None  # as for chat
     embedding_api_key: Key = ""
     embedding_model: str = ""
-    rerank_base_url: HttpUrl | None = None  # no reranking
+    rerank_base_url: Url | None = None  # no reranking
     rerank_api_key: Key = "EMPTY"
     rerank_model: str = ""
     data_dir: Path = Path("data")

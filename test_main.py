@@ -1359,7 +1359,7 @@ def test_a_stop_lets_a_turn_end_and_nothing_is_left_outside_the_folder(model, tm
     ("TOOL_TIMEOUT", "0"), ("UPSTREAM_TIMEOUT", "nan"), ("RERANK_TIMEOUT", "inf"),
     ("API_KEY", "  "), ("OPENAI_API_KEY", "a\nb"), ("RERANK_BASE_URL", "http://x:99999/v1"),
     ("CHAT_EXTRA_BODY", "[1]"), ("CHAT_EXTRA_BODY", "{"), ("DATA_DIR", "/proc/x"),
-    ("OPENAI_BASE_URL", "localhost:8000/v1")])  # fmt: skip
+    ("OPENAI_BASE_URL", "localhost:8000/v1"), ("OPENAI_BASE_URL", "http://:pw@x/v1")])  # fmt: skip
 def test_a_bad_setting_ends_the_start(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=f".*{name}.*") as raised:
