@@ -877,13 +877,13 @@ def list_sessions(files: UserFiles) -> list[Row]:
     return sorted(sessions, key=lambda row: row["updated_at"] or "", reverse=True)
 
 
-def read_session(files: UserFiles, session_id: str) -> tuple[str, list[TurnRow]]:
+def read_session(files: UserFiles, session_id: str) -> Row:
     """Return a session's summary and all its turns; NotFound: there is no such session."""
     session_id = str(UUID(session_id))
     turns = files.turns_after(session_id, 0)
     if not turns:
         raise NotFound("session")
-    return files.transcript(session_id).summary, turns
+    return {"summary": files.transcript(session_id).summary, "turns": turns}
 
 
 def delete_session(files: IndexedFiles, session_id: str) -> None:
