@@ -807,14 +807,14 @@ class Endpoint:
             self.unsupported[part] = now + 600
         return response
 
-    async def look(self, max_age: float = 0) -> None:
+    async def look(self) -> None:
         """Look for the models there, and the size of their contexts.
 
-        At most once in `max_age` seconds; who comes meanwhile shares its result.
+        At most once in LOOK_AFTER seconds; who comes meanwhile shares its result.
         """
         asked = time.monotonic()
         async with self.looking:
-            if self.looked > asked - max_age:
+            if self.looked > asked - LOOK_AFTER:
                 return
             before = self.failure
             try:
@@ -832,14 +832,13 @@ class Endpoint:
     async def context(self) -> int:
         """Return the size of the model's context in tokens."""
         if not (settings.context_tokens or self.sizes):
-            await self.look(LOOK_AFTER)
+            await self.look()
         return settings.context_tokens or self.sizes.get(self.model) or 8192
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.configured and (self.failure or not self.model):
-            # After a failure too: another one may be served by now.
-            await self.look(LOOK_AFTER if self.model else 0)
+            await self.look()  # after a failure too: another may be served by now
         if not self.model:
             raise self.failure or Failure("upstream_unavailable", "there is no model")
         return self.model
@@ -1163,7 +1162,7 @@ async def health() -> Json:
     """Say what works, and since when what does not; nothing is read from disk."""
     chat, learner = service().chat, service().memory.learner
     degraded = service().memory.degraded
-    await chat.look(LOOK_AFTER)
+    await chat.look()
     works = chat.model and not chat.failure
     broken = "unreachable" if chat.key else "not configured"
     return {
