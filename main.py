@@ -408,9 +408,9 @@ class AgentRun:
             except ValueError:
                 raise Failure("context_too_long") from None
         self.prompt["messages"] = messages
-        pending, degraded = len(turn.unlearned) if turn else 0, hints.degraded
-        shown = {"facts": hints.facts, "pending": pending, "degraded": degraded}
-        self.events.emit("memory", **shown)
+        waiting = turn.unlearned if turn else []
+        about = {"pending": len(waiting), "degraded": hints.degraded}
+        self.events.emit("memory", facts=hints.facts, **about)
 
     async def answer(self) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
@@ -431,17 +431,16 @@ class AgentRun:
                 await self.run_calls(calls)
                 choice = None
                 continue
-            truncated = done["finish_reason"] == "length"
-            silent = not truncated and NO_ANSWER.fullmatch(done["response"])
-            if silent:
-                self.take_back()
-            if choice == "none" or not silent:
+            ended = done["finish_reason"] == "stop"  # or else at its greatest length
+            if not (ended and NO_ANSWER.fullmatch(done["response"])):
+                break
+            self.take_back()
+            if choice == "none":
+                good = [c for c in self.calls if c["ok"] and c["name"] != "plan"]
+                self.say("token", good[-1]["content"] if good else SORRY)
                 break
             choice = "none"
-        if silent:
-            good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
-            self.say("token", [SORRY, *good][-1])
-        if capped and done["finish_reason"] == "stop" and rounds > 1:
+        if capped and ended and rounds > 1:
             done["finish_reason"] = "max_rounds"
 
     async def run_round(self, choice: Any) -> list[Json]:
@@ -459,8 +458,7 @@ class AgentRun:
         context = await chat.context()
         reply = ReplyParser(self.say, max_bytes=4 * context)
         await chat.request("chat/completions", request, self.request.options, reply)
-        counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        self.usage.update(counts)
+        self.usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
         done["usage"] = self.usage or None
         written = [] if reply.calls else calls_in_text(done["response"], self.functions)
         if written:
@@ -580,14 +578,14 @@ class ReplyParser:
     """
 
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
-        self.say, self.bytes_left = say, max_bytes  # of text, thinking, arguments
+        self.say, self.max_bytes = say, max_bytes
+        self.size = 0  # bytes of text, thinking and calls
         self.held = self.finish_reason = ""
         # In a thought; None: at the start or behind one, where another may begin
         self.thinking: bool | None = None
         self.calls: list[Json] = []
         self.reasoning: str | None = None  # what came as `reasoning_content`
         self.usage: Json = {}
-        self.began = False  # something has come
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
         """Take a stream to its end, or as far as it may go; raise what broke it off."""
@@ -599,7 +597,7 @@ class ReplyParser:
                     break
                 if data:
                     self.feed(pydantic_core.from_json(data))
-                if self.bytes_left < 0:
+                if self.size > self.max_bytes:
                     self.finish_reason = "length"
                     break
             async with asyncio.timeout(0.1):  # read whole, a connection is used again
@@ -621,12 +619,11 @@ class ReplyParser:
         if delta.get("reasoning_content") is not None:
             self.reasoning = (self.reasoning or "") + thought
         text = text_of(delta) or delta.get("refusal") or ""
-        self.bytes_left -= len((thought + text).encode())
+        self.size += len((thought + text).encode())
         self.say("thinking", thought)
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
-        self.began |= bool(thought or text or self.calls)
         self.finish_reason = self.finish_reason or choice.get("finish_reason") or ""
 
     def add_text(self, text: str) -> None:
@@ -656,16 +653,15 @@ class ReplyParser:
         id, name = str(piece.get("id") or ""), str(function.get("name") or "")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
-        self.bytes_left -= len(text)
+        self.size += len(name + text)
         calls = self.calls
         if index is not None:
             calls = [call for call in calls if call["index"] in (None, index)]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
-            calls = [{"index": index, "id": id, "type": "function", "function": made}]
-            if "extra_content" in piece:  # Gemini requires it back
-                calls[0]["extra_content"] = piece["extra_content"]
+            call = {"index": index, "id": id, "type": "function", "function": made}
+            calls = [piece | call]  # Gemini requires its `extra_content` back
             self.calls += calls
         if calls:
             calls[-1]["function"]["arguments"] += text
@@ -766,8 +762,8 @@ class Endpoint:
                 code = "upstream_timeout" if slow else "upstream_unavailable"
                 failure = Failure(code, repr(error))
             self.failure = None if isinstance(failure, RejectedRequest) else failure
-            began = reply and reply.began
-            if last or began or failure.code != "upstream_unavailable":
+            begun = reply and reply.size  # words that are out are not said again
+            if last or begun or failure.code != "upstream_unavailable":
                 raise failure
             await asyncio.sleep(0.5)
 
@@ -779,8 +775,8 @@ class Endpoint:
         not 6.0).
         """
         now = time.monotonic()
-        for part in PARTS:
-            body = without(body, part) if now < self.unsupported.get(part, 0) else body
+        for part, until in self.unsupported.items():
+            body = without(body, part) if now < until else body
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
@@ -851,10 +847,9 @@ def refusal(status: int, text: str) -> Failure:
         too_long = re.search(TOO_LONG, cause.lower())
         code = "context_too_long" if too_long else "upstream_rejected"
         return RejectedRequest(code, cause)
-    if status == 408:
-        return Failure("upstream_timeout", cause)
-    rejected = 400 <= status < 500 and status != 429
-    return Failure("upstream_rejected" if rejected else "upstream_unavailable", cause)
+    code = "upstream_rejected" if 400 <= status < 500 else "upstream_unavailable"
+    special = {408: "upstream_timeout", 429: "upstream_unavailable"}
+    return Failure(special.get(status, code), cause)
 
 
 TOO_LONG = (
@@ -896,12 +891,13 @@ class Service:
     """The endpoints, the memory and the running turns."""
 
     def __init__(self) -> None:
+        self.running: list[EventStream] = []
+        self.memory = Memory(settings.data_dir, self.complete, settings=settings)
         url, own_url = settings.openai_base_url, settings.embedding_base_url
         key = settings.openai_api_key or ("EMPTY" if url else "")
         model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(key, url, model)
         self.endpoints = {"CHAT_MODEL": self.chat}  # by the setting of the model
-        embed = rerank = None
         model = settings.embedding_model
         if own_url:
             key, url = settings.embedding_api_key or key or "EMPTY", own_url
@@ -909,14 +905,11 @@ class Service:
             model = model or "text-embedding-3-small"
         if key and (own_url or model):
             self.endpoints["EMBEDDING_MODEL"] = Endpoint(key, url, model)
-            embed = self.embed
+            self.memory.embedder.embed = self.embed
         if url := settings.rerank_base_url:
             reranker = Endpoint(settings.rerank_api_key, url, settings.rerank_model)
             self.endpoints["RERANK_MODEL"] = reranker
-            rerank = self.rerank
-        asked = self.complete, embed, model, rerank
-        self.memory = Memory(settings.data_dir, *asked, settings)
-        self.running: list[EventStream] = []
+            self.memory.rerank = self.rerank
 
     def begin(self, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
