@@ -731,21 +731,16 @@ class Endpoint:
         self.looked = -float("inf")  # when last, in seconds
 
     async def request(
-        self,
-        path: str,
-        body: Json,
-        given: Json | None = None,
-        reply: Any = None,
-        patience: int = 1,
+        self, path: str, body: Json, given: Json | None = None, reply: Any = None
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Without a body it is a GET; `given` is a client's own part of the body. It may be
-        silent for `patience` times UPSTREAM_TIMEOUT.
+        Without a body it is a GET; `given` is a client's own part of the body. Without
+        `reply` it is not streamed, and may take five times as long.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
-        silence = settings.upstream_timeout * patience
+        silence = settings.upstream_timeout * (1 if reply else 5)
         for last in (False, True):
             try:
                 async with await self.send(path, body, given or {}, silence) as answer:
@@ -943,8 +938,7 @@ class Service:
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        # Patiently: nobody waits for it.
-        found = await self.chat.request("chat/completions", request, patience=5)
+        found = await self.chat.request("chat/completions", request)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
