@@ -336,7 +336,8 @@ class AgentRun:
     def __init__(self, service: "Service", events: EventStream):
         self.service, self.events, self.request = service, events, events.request
         self.functions: dict[str, Callable] = {}  # on offer, by name
-        self.prompt: Json = {}  # messages and tools
+        # What each request has; its messages and tools come in `prepare`
+        self.body: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.calls: list[Json] = []  # with results, as saved
         self.seen: Counter[tuple[str, str]] = Counter()  # names and arguments of calls
         self.steps: list[str] = []  # of the plan, as it stands
@@ -397,17 +398,17 @@ class AgentRun:
             self.service.memory.note("memory", "memory" in hints.degraded)
         if "tools" not in self.request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
-            self.prompt["tools"] = [tools.schema(function) for function in offered]
+            self.body["tools"] = [tools.schema(function) for function in offered]
         if not turn or history:
             messages = around_history(history, hints.block() if turn else "")
         else:
             limit = await self.service.chat.context() * 3 // 4
-            limit -= memory.count_tokens(json.dumps(self.prompt))  # of the tools
+            limit -= memory.count_tokens(json.dumps(self.body))  # of the tools
             try:
                 messages = turn.fit_context(SYSTEM, hints, limit)
             except ValueError:
                 raise Failure("context_too_long") from None
-        self.prompt["messages"] = messages
+        self.body["messages"] = messages
         waiting = turn.unlearned if turn else []
         about = {"pending": len(waiting), "degraded": hints.degraded}
         self.events.emit("memory", facts=hints.facts, **about)
@@ -424,8 +425,7 @@ class AgentRun:
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
-            repeated = max(self.seen.values(), default=0) > 2
-            capped = repeated or rounds == settings.max_rounds
+            capped = rounds == settings.max_rounds or max([0, *self.seen.values()]) > 2
             choice = "none" if capped else choice
             if calls := await self.run_round(choice):
                 await self.run_calls(calls)
@@ -450,8 +450,7 @@ class AgentRun:
         """
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
-        request = self.prompt | {"model": await chat.discover(), "stream": True}
-        request["stream_options"] = {"include_usage": True}
+        request = self.body | {"model": await chat.discover()}
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
@@ -461,9 +460,8 @@ class AgentRun:
         self.usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
         done["usage"] = self.usage or None
         written = [] if reply.calls else calls_in_text(done["response"], self.functions)
-        if written:
-            self.take_back()
         for piece in written:
+            self.take_back()
             reply.add_piece(piece)
         calls = [] if choice == "none" else reply.calls
         ids = Counter(call["id"] for call in calls)
@@ -476,7 +474,7 @@ class AgentRun:
             said: Json = {"role": "assistant", "content": done["response"] or None}
             if reply.reasoning is not None:  # DeepSeek and Kimi require it back
                 said["reasoning_content"] = memory.cut(reply.reasoning, context)
-            self.prompt["messages"].append(said | {"tool_calls": calls})
+            self.body["messages"].append(said | {"tool_calls": calls})
         ended = "tool_calls" if calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else ended
         return calls
@@ -493,8 +491,7 @@ class AgentRun:
 
     def take_back(self) -> None:
         """Tell the client that what was said is no answer."""
-        if self.done["response"]:
-            self.emit("thought", text=self.done["response"])
+        self.say("thought", self.done["response"])
         self.done["response"] = ""
 
     async def plan(self, steps: list[str]) -> str:
@@ -508,7 +505,7 @@ class AgentRun:
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time; append their results to the messages."""
-        messages = self.prompt["messages"]
+        messages = self.body["messages"]
         self.take_back()
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
@@ -577,14 +574,15 @@ class ReplyParser:
     whose pieces came. Only what may be half of a <think> tag is held back.
     """
 
+    size = 0  # bytes of text, thinking and calls
+    held = finish_reason = ""
+    # In a thought; None: at the start or behind one, where another may begin
+    thinking: bool | None = None
+    reasoning: str | None = None  # what came as `reasoning_content`
+
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
         self.say, self.max_bytes = say, max_bytes
-        self.size = 0  # bytes of text, thinking and calls
-        self.held = self.finish_reason = ""
-        # In a thought; None: at the start or behind one, where another may begin
-        self.thinking: bool | None = None
         self.calls: list[Json] = []
-        self.reasoning: str | None = None  # what came as `reasoning_content`
         self.usage: Json = {}
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
@@ -654,9 +652,8 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.size += len(name + text)
-        calls = self.calls
-        if index is not None:
-            calls = [call for call in calls if call["index"] in (None, index)]
+        among = (None, index)
+        calls = [one for one in self.calls if index is None or one["index"] in among]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
