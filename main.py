@@ -163,7 +163,7 @@ class TurnRequest:
 
 
 FAILURES = {  # code: the status where no stream has begun, what a client is told
-    "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
+    "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key, the model's name and your own parameters."),
     "upstream_unavailable": (503, "The model's endpoint gives no answer: check its URL, that it runs, and your quota there."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
@@ -765,8 +765,8 @@ class Endpoint:
         not 6.0).
         """
         now = time.monotonic()
-        for part, until in self.unsupported.items():
-            body = without(body, part) if now < until else body
+        for part in PARTS:
+            body = without(body, part) if now < self.unsupported.get(part, 0) else body
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
@@ -779,13 +779,13 @@ class Endpoint:
             return response
         failure = refusal(response.status, await response.text(errors="replace"))
         cause, rejected = failure.cause.lower(), failure.code == "upstream_rejected"
-        named = [part for part in PARTS if rejected and re.search(PARTS[part], cause)]
-        if named:
-            failure.detail += f" It speaks of {named[0]}."
-        part = next((part for part in named if without(body, part) != body), "")
-        if not part:
+        for part, names in PARTS.items():
+            less = without(body, part)
+            if rejected and less != body and re.search(names, cause):
+                break
+        else:
             raise failure
-        response = await self.send(path, without(body, part), given, silence)
+        response = await self.send(path, less, given, silence)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
         odd = body.get("tool_choice") == "none" or any(name in cause for name in given)
         if not odd:
