@@ -730,15 +730,13 @@ class Endpoint:
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Without a body it is a GET; `given` is a client's own part of the body. Without
-        `reply` it is not streamed, and may take five times as long.
+        Without a body it is a GET; `given` is a client's own part of the body.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
-        silence = settings.upstream_timeout * (1 if reply else 5)
         for last in (False, True):
             try:
-                async with await self.send(path, body, given or {}, silence) as answer:
+                async with await self.send(path, body, given or {}) as answer:
                     self.failure = None  # here: a client may leave before it is read
                     return await (
                         reply.read(answer) if reply else answer.json(content_type=None)
@@ -757,7 +755,7 @@ class Endpoint:
                 raise failure
             await asyncio.sleep(0.5)
 
-    async def send(self, path: str, body: Json, given: Json, silence: float) -> Any:
+    async def send(self, path: str, body: Json, given: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
 
         A part that is refused is left out of all requests for ten minutes. By aiohttp
@@ -767,6 +765,8 @@ class Endpoint:
         now = time.monotonic()
         for part in PARTS:
             body = without(body, part) if now < self.unsupported.get(part, 0) else body
+        # Nobody waits for what is not streamed.
+        silence = settings.upstream_timeout * (1 if body.get("stream") else 5)
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
@@ -785,7 +785,7 @@ class Endpoint:
                 break
         else:
             raise failure
-        response = await self.send(path, less, given, silence)
+        response = await self.send(path, less, given)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
         odd = body.get("tool_choice") == "none" or any(name in cause for name in given)
         if not odd:
@@ -828,6 +828,13 @@ class Endpoint:
         if not self.model:
             raise self.failure or Failure("upstream_unavailable", "there is no model")
         return self.model
+
+    async def rerank(self, query: str, texts: list[str], k: int) -> Any:
+        """Ask `/rerank` as vLLM, Jina and Cohere have it."""
+        body = {"query": query, "documents": texts, "top_n": k}
+        body["model"] = await self.discover()
+        found = (await self.request("rerank", body))["results"]
+        return [(row["index"], row["relevance_score"]) for row in found]
 
 
 def refusal(status: int, text: str) -> Failure:
@@ -899,7 +906,7 @@ class Service:
         if url := settings.rerank_base_url:
             reranker = Endpoint(settings.rerank_api_key, url, settings.rerank_model)
             self.endpoints["RERANK_MODEL"] = reranker
-            self.memory.rerank = self.rerank
+            self.memory.rerank = reranker.rerank
 
     def begin(self, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
@@ -950,14 +957,6 @@ class Service:
             np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else v
             for v in sent
         ]
-
-    async def rerank(self, query: str, texts: list[str], k: int) -> Any:
-        """Ask `/rerank` as vLLM, Jina and Cohere have it."""
-        endpoint = self.endpoints["RERANK_MODEL"]
-        body = {"query": query, "documents": texts, "top_n": k}
-        body["model"] = await endpoint.discover()
-        found = (await endpoint.request("rerank", body))["results"]
-        return [(row["index"], row["relevance_score"]) for row in found]
 
 
 # --- HTTP ---
