@@ -383,24 +383,24 @@ class AgentRun:
 
     async def prepare(self, turn: memory.Turn | None) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
-        text, history = self.request.text, self.request.history
-        offered: list[Any] = [self.plan] if self.request.reasoning else []
+        request = self.request
+        offered: list[Any] = [self.plan] if request.reasoning else []
         offered += tools.TOOLS.values()
         hints = Hints([], [], [])
         if turn:
             offered += [turn.fetch_memory, turn.propose_memory]
             offered += [turn.forget_memory, turn.search_conversations]
             try:
-                hints = await turn.hints(text, map(text_of, history))
+                hints = await turn.hints(request.text, map(text_of, request.history))
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
             self.service.memory.note("memory", "memory" in hints.degraded)
-        if "tools" not in self.request.options:  # a client's own replace ours
+        if "tools" not in request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
             self.body["tools"] = [tools.schema(function) for function in offered]
-        if not turn or history:
-            messages = around_history(history, hints.block() if turn else "")
+        if not turn or request.history:
+            messages = around_history(request.history, hints.block() if turn else "")
         else:
             limit = await self.service.chat.context() * 3 // 4
             limit -= memory.count_tokens(json.dumps(self.body))  # of the tools
