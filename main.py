@@ -464,10 +464,7 @@ class AgentRun:
             self.take_back()
             reply.add_piece(piece)
         calls = [] if choice == "none" else reply.calls
-        ids = Counter(call["id"] for call in calls)
         for call in calls:
-            if not call["id"] or ids[call["id"]] > 1:
-                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
         if calls:
@@ -656,6 +653,8 @@ class ReplyParser:
         calls = [one for one in self.calls if index is None or one["index"] in among]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
+            if id in ("", *(call["id"] for call in self.calls)):
+                id = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             made = {"name": name, "arguments": ""}
             call = {"index": index, "id": id, "type": "function", "function": made}
             calls = [piece | call]  # Gemini requires its `extra_content` back

@@ -2458,7 +2458,7 @@ STREAMS = {
     "vllm llama3_json, last piece beside finish_reason": ('+ 0 tool-aa calculate\n+ 0 - - {"expression": "2+3\n{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"\\"}"}}]},"finish_reason":"tool_calls","stop_reason":128008}]}', ran(("tool-aa", *SUM))),
     "vllm llama3_json without a parser": written('<|python_tag|>{"name": "calculate", ', '"parameters": {"expression": "2+3"}}'),
     "mistral without a parser": written("[TOOL_CALLS]", f"[{CALL}]"),
-    "one id for two calls": ('+ 0 aa calculate {"expression":"2+3"}\n+ 1 aa current_time {}\ntool_calls', ran(("new0", *SUM), ("new1", *NOW))),
+    "one id for two calls": ('+ 0 aa calculate {"expression":"2+3"}\n+ 1 aa current_time {}\ntool_calls', ran(("aa", *SUM), ("new1", *NOW))),
     "arguments as text": written('{"name": "calculate", ', r'"arguments": "{\"expression\": \"2+3\"}"}'),
     "qwen, without the last bracket": written("```json [", f"{CALL} ```"),
     "mistral content as parts": ('{"content":[{"type":"text","text":"Hel"}]}\n{"content":[{"type":"text","text":"lo."},{"type":"reference","reference_ids":[1]}]}\nstop', said("Hel", "lo.")),
