@@ -928,10 +928,9 @@ class Service:
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
-        model = await self.chat.discover()
         self.memory.learner.context_tokens = context = await self.chat.context()
         request = {
-            "model": settings.memory_model or model,
+            "model": settings.memory_model or await self.chat.discover(),
             "messages": messages,
             "temperature": 0,
             "max_tokens": min(1500, context // 4),
