@@ -786,8 +786,7 @@ class Endpoint:
             raise failure
         response = await self.send(path, less, given)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
-        odd = body.get("tool_choice") == "none" or any(name in cause for name in given)
-        if not odd:
+        if body.get("tool_choice") != "none" and not any(n in cause for n in given):
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
             self.unsupported[part] = now + 600
         return response
