@@ -709,6 +709,8 @@ class Endpoint:
         self.configured = self.model = model if key else ""  # "": the first one there
         parts = urlsplit(self.url)
         proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+        if proxy and "://" not in proxy:  # as curl takes it
+            proxy = f"http://{proxy}"
         # Not `trust_env`: it would look into netrc, where an entry for the host is an
         # error beside our own Authorization, and use a thread for each request.
         self.http = aiohttp.ClientSession(

@@ -1014,13 +1014,13 @@ def test_an_endpoint_that_is_down_is_told_and_learns_later(start, closed_port):
 def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine models.test login a password b")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # is not looked into
-    monkeypatch.setenv("HTTP_PROXY", model.url)
+    monkeypatch.setenv("HTTP_PROXY", httpx.URL(model.url).netloc.decode())
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with start(OPENAI_BASE_URL="http://models.test/v1") as chat:
         assert answer(chat.ask("Hi!"))
     hosts = {path.partition("://")[2].split("/")[0] for path in model.paths}
     assert hosts == {"models.test", ""}  # embeddings are asked for without it
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # OpenAI is not asked
+    monkeypatch.setenv("HTTPS_PROXY", "127.0.0.1:9")  # refuses: OpenAI is not asked
     with start(**NOTHING_SET | NO_EMBEDDINGS | {"OPENAI_API_KEY": "x"}) as chat:
         models = [endpoint.model for endpoint in chat.service.endpoints.values()]
     assert models == ["gpt-4.1-mini", "text-embedding-3-small"]
