@@ -153,7 +153,7 @@ class TurnRequest:
 
 
 FAILURES = {  # code: the status where no stream has begun, what a client is told
-    "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key and the model's name."),
+    "upstream_rejected": (400, "The model's endpoint refused the request: check its URL, its key, the model's name and your own parameters."),
     "upstream_unavailable": (503, "The model's endpoint gives no answer: check its URL, that it runs, and your quota there."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
@@ -324,7 +324,8 @@ class AgentRun:
     def __init__(self, service: "Service", events: EventStream):
         self.service, self.events, self.request = service, events, events.request
         self.functions: dict[str, Callable] = {}  # on offer, by name
-        self.prompt: Json = {}  # messages and tools
+        # What each request has; its messages and tools come in `prepare`
+        self.body: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.calls: list[Json] = []  # with results, as saved
         self.seen: Counter[tuple[str, str]] = Counter()  # names and arguments of calls
         self.steps: list[str] = []  # of the plan, as it stands
@@ -370,35 +371,35 @@ class AgentRun:
 
     async def prepare(self, turn: memory.Turn | None) -> None:
         """Put a message and what bears on it into a prompt; tell the client what that is."""
-        text, history = self.request.text, self.request.history
-        offered: list[Any] = [self.plan] if self.request.reasoning else []
+        request = self.request
+        offered: list[Any] = [self.plan] if request.reasoning else []
         offered += tools.TOOLS.values()
         hints = Hints([], [], [])
         if turn:
             offered += [turn.fetch_memory, turn.propose_memory]
             offered += [turn.forget_memory, turn.search_conversations]
             try:
-                hints = await turn.hints(text, map(text_of, history))
+                hints = await turn.hints(request.text, map(text_of, request.history))
             except Exception:  # the answer is worth more, and the event says it
                 log.exception("the memory could not be searched")
                 hints.degraded.append("memory")
             self.service.memory.note("memory", "memory" in hints.degraded)
-        if "tools" not in self.request.options:  # a client's own replace ours
+        if "tools" not in request.options:  # a client's own replace ours
             self.functions = {function.__name__: function for function in offered}
-            self.prompt["tools"] = [tools.schema(function) for function in offered]
-        if not turn or history:
-            messages = around_history(history, hints.block() if turn else "")
+            self.body["tools"] = [tools.schema(function) for function in offered]
+        if not turn or request.history:
+            messages = around_history(request.history, hints.block() if turn else "")
         else:
             limit = await self.service.chat.context() * 3 // 4
-            limit -= memory.count_tokens(json.dumps(self.prompt))  # of the tools
+            limit -= memory.count_tokens(json.dumps(self.body))  # of the tools
             try:
                 messages = turn.fit_context(SYSTEM, hints, limit)
             except ValueError:
                 raise Failure("context_too_long") from None
-        self.prompt["messages"] = messages
-        pending, degraded = len(turn.unlearned) if turn else 0, hints.degraded
-        shown = {"facts": hints.facts, "pending": pending, "degraded": degraded}
-        self.events.emit("memory", **shown)
+        self.body["messages"] = messages
+        waiting = turn.unlearned if turn else []
+        about = {"pending": len(waiting), "degraded": hints.degraded}
+        self.events.emit("memory", facts=hints.facts, **about)
 
     async def answer(self) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
@@ -412,24 +413,22 @@ class AgentRun:
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
-            repeated = max(self.seen.values(), default=0) > 2
-            capped = repeated or rounds == settings.max_rounds
+            capped = rounds == settings.max_rounds or max([0, *self.seen.values()]) > 2
             choice = "none" if capped else choice
             if calls := await self.run_round(choice):
                 await self.run_calls(calls)
                 choice = None
                 continue
-            truncated = done["finish_reason"] == "length"
-            silent = not truncated and NO_ANSWER.fullmatch(done["response"])
-            if silent:
-                self.take_back()
-            if choice == "none" or not silent:
+            ended = done["finish_reason"] == "stop"  # or else at its greatest length
+            if not (ended and NO_ANSWER.fullmatch(done["response"])):
+                break
+            self.take_back()
+            if choice == "none":
+                good = [c for c in self.calls if c["ok"] and c["name"] != "plan"]
+                self.say("token", good[-1]["content"] if good else SORRY)
                 break
             choice = "none"
-        if silent:
-            good = [c["content"] for c in self.calls if c["ok"] and c["name"] != "plan"]
-            self.say("token", [SORRY, *good][-1])
-        if capped and done["finish_reason"] == "stop" and rounds > 1:
+        if capped and ended and rounds > 1:
             done["finish_reason"] = "max_rounds"
 
     async def run_round(self, choice: Any) -> list[Json]:
@@ -439,34 +438,28 @@ class AgentRun:
         """
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
-        request = self.prompt | {"model": await chat.discover(), "stream": True}
-        request["stream_options"] = {"include_usage": True}
+        request = self.body | {"model": await chat.discover()}
         if choice:
             request["tool_choice"] = choice
         request |= settings.chat_extra_body
         context = await chat.context()
         reply = ReplyParser(self.say, max_bytes=4 * context)
         await chat.request("chat/completions", request, self.request.options, reply)
-        counts = {k: n for k, n in reply.usage.items() if isinstance(n, int)}
-        self.usage.update(counts)
+        self.usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
         done["usage"] = self.usage or None
         written = [] if reply.calls else calls_in_text(done["response"], self.functions)
-        if written:
-            self.take_back()
         for piece in written:
+            self.take_back()
             reply.add_piece(piece)
         calls = [] if choice == "none" else reply.calls
-        ids = Counter(call["id"] for call in calls)
         for call in calls:
-            if not call["id"] or ids[call["id"]] > 1:
-                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
         if calls:
             said: Json = {"role": "assistant", "content": done["response"] or None}
             if reply.reasoning is not None:  # DeepSeek and Kimi require it back
                 said["reasoning_content"] = memory.cut(reply.reasoning, context)
-            self.prompt["messages"].append(said | {"tool_calls": calls})
+            self.body["messages"].append(said | {"tool_calls": calls})
         ended = "tool_calls" if calls else "stop"
         done["finish_reason"] = "length" if reply.finish_reason == "length" else ended
         return calls
@@ -483,8 +476,7 @@ class AgentRun:
 
     def take_back(self) -> None:
         """Tell the client that what was said is no answer."""
-        if self.done["response"]:
-            self.emit("thought", text=self.done["response"])
+        self.say("thought", self.done["response"])
         self.done["response"] = ""
 
     async def plan(self, steps: list[str]) -> str:
@@ -498,7 +490,7 @@ class AgentRun:
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time; append their results to the messages."""
-        messages = self.prompt["messages"]
+        messages = self.body["messages"]
         self.take_back()
         results = await asyncio.gather(*map(self.run_call, calls))
         self.calls += results
@@ -567,15 +559,16 @@ class ReplyParser:
     whose pieces came. Only what may be half of a <think> tag is held back.
     """
 
+    size = 0  # bytes of text, thinking and calls
+    held = finish_reason = ""
+    # In a thought; None: at the start or behind one, where another may begin
+    thinking: bool | None = None
+    reasoning: str | None = None  # what came as `reasoning_content`
+
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
-        self.say, self.bytes_left = say, max_bytes  # of text, thinking, arguments
-        self.held = self.finish_reason = ""
-        # In a thought; None: at the start or behind one, where another may begin
-        self.thinking: bool | None = None
+        self.say, self.max_bytes = say, max_bytes
         self.calls: list[Json] = []
-        self.reasoning: str | None = None  # what came as `reasoning_content`
         self.usage: Json = {}
-        self.began = False  # something has come
 
     async def read(self, response: aiohttp.ClientResponse) -> None:
         """Take a stream to its end, or as far as it may go; raise what broke it off."""
@@ -587,7 +580,7 @@ class ReplyParser:
                     break
                 if data:
                     self.feed(pydantic_core.from_json(data))
-                if self.bytes_left < 0:
+                if self.size > self.max_bytes:
                     self.finish_reason = "length"
                     break
             async with asyncio.timeout(0.1):  # read whole, a connection is used again
@@ -609,12 +602,11 @@ class ReplyParser:
         if delta.get("reasoning_content") is not None:
             self.reasoning = (self.reasoning or "") + thought
         text = text_of(delta) or delta.get("refusal") or ""
-        self.bytes_left -= len((thought + text).encode())
+        self.size += len((thought + text).encode())
         self.say("thinking", thought)
         self.add_text(text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
-        self.began |= bool(thought or text or self.calls)
         self.finish_reason = self.finish_reason or choice.get("finish_reason") or ""
 
     def add_text(self, text: str) -> None:
@@ -644,16 +636,16 @@ class ReplyParser:
         id, name = str(piece.get("id") or ""), str(function.get("name") or "")
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
-        self.bytes_left -= len(text)
-        calls = self.calls
-        if index is not None:
-            calls = [call for call in calls if call["index"] in (None, index)]
+        self.size += len(name + text)
+        among = (None, index)
+        calls = [one for one in self.calls if index is None or one["index"] in among]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
+            if id in ("", *(call["id"] for call in self.calls)):
+                id = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             made = {"name": name, "arguments": ""}
-            calls = [{"index": index, "id": id, "type": "function", "function": made}]
-            if "extra_content" in piece:  # Gemini requires it back
-                calls[0]["extra_content"] = piece["extra_content"]
+            call = {"index": index, "id": id, "type": "function", "function": made}
+            calls = [piece | call]  # Gemini requires its `extra_content` back
             self.calls += calls
         if calls:
             calls[-1]["function"]["arguments"] += text
@@ -723,24 +715,17 @@ class Endpoint:
         self.looked = -float("inf")  # when last, in seconds
 
     async def request(
-        self,
-        path: str,
-        body: Json,
-        given: Json | None = None,
-        reply: Any = None,
-        patience: int = 1,
+        self, path: str, body: Json, given: Json | None = None, reply: Any = None
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Without a body it is a GET; `given` is a client's own part of the body. It may be
-        silent for `patience` times UPSTREAM_TIMEOUT.
+        Without a body it is a GET; `given` is a client's own part of the body.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
-        silence = settings.upstream_timeout * patience
         for last in (False, True):
             try:
-                async with await self.send(path, body, given or {}, silence) as answer:
+                async with await self.send(path, body, given or {}) as answer:
                     self.failure = None  # here: a client may leave before it is read
                     return await (
                         reply.read(answer) if reply else answer.json(content_type=None)
@@ -754,12 +739,12 @@ class Endpoint:
                 code = "upstream_timeout" if slow else "upstream_unavailable"
                 failure = Failure(code, repr(error))
             self.failure = None if isinstance(failure, RejectedRequest) else failure
-            began = reply and reply.began
-            if last or began or failure.code != "upstream_unavailable":
+            begun = reply and reply.size  # words that are out are not said again
+            if last or begun or failure.code != "upstream_unavailable":
                 raise failure
             await asyncio.sleep(0.5)
 
-    async def send(self, path: str, body: Json, given: Json, silence: float) -> Any:
+    async def send(self, path: str, body: Json, given: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
 
         A part that is refused is left out of all requests for ten minutes. By aiohttp
@@ -769,6 +754,8 @@ class Endpoint:
         now = time.monotonic()
         for part in PARTS:
             body = without(body, part) if now < self.unsupported.get(part, 0) else body
+        # Nobody waits for what is not streamed.
+        silence = settings.upstream_timeout * (1 if body.get("stream") else 5)
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
@@ -781,28 +768,27 @@ class Endpoint:
             return response
         failure = refusal(response.status, await response.text(errors="replace"))
         cause, rejected = failure.cause.lower(), failure.code == "upstream_rejected"
-        named = [part for part in PARTS if rejected and re.search(PARTS[part], cause)]
-        if named:
-            failure.detail += f" It speaks of {named[0]}."
-        part = next((part for part in named if without(body, part) != body), "")
-        if not part:
+        for part, names in PARTS.items():
+            less = without(body, part)
+            if rejected and less != body and re.search(names, cause):
+                break
+        else:
             raise failure
-        response = await self.send(path, without(body, part), given, silence)
+        response = await self.send(path, less, given)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
-        odd = body.get("tool_choice") == "none" or any(name in cause for name in given)
-        if not odd:
+        if body.get("tool_choice") != "none" and not any(n in cause for n in given):
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
             self.unsupported[part] = now + 600
         return response
 
-    async def look(self, max_age: float = 0) -> None:
+    async def look(self) -> None:
         """Look for the models there, and the size of their contexts.
 
-        At most once in `max_age` seconds; who comes meanwhile shares its result.
+        At most once in LOOK_AFTER seconds; who comes meanwhile shares its result.
         """
         asked = time.monotonic()
         async with self.looking:
-            if self.looked > asked - max_age:
+            if self.looked > asked - LOOK_AFTER:
                 return
             before = self.failure
             try:
@@ -820,17 +806,23 @@ class Endpoint:
     async def context(self) -> int:
         """Return the size of the model's context in tokens."""
         if not (settings.context_tokens or self.sizes):
-            await self.look(LOOK_AFTER)
+            await self.look()
         return settings.context_tokens or self.sizes.get(self.model) or 8192
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.configured and (self.failure or not self.model):
-            # After a failure too: another one may be served by now.
-            await self.look(LOOK_AFTER if self.model else 0)
+            await self.look()  # after a failure too: another may be served by now
         if not self.model:
             raise self.failure or Failure("upstream_unavailable", "there is no model")
         return self.model
+
+    async def rerank(self, query: str, texts: list[str], k: int) -> Any:
+        """Ask `/rerank` as vLLM, Jina and Cohere have it."""
+        body = {"query": query, "documents": texts, "top_n": k}
+        body["model"] = await self.discover()
+        found = (await self.request("rerank", body))["results"]
+        return [(row["index"], row["relevance_score"]) for row in found]
 
 
 def refusal(status: int, text: str) -> Failure:
@@ -840,10 +832,9 @@ def refusal(status: int, text: str) -> Failure:
         too_long = re.search(TOO_LONG, cause.lower())
         code = "context_too_long" if too_long else "upstream_rejected"
         return RejectedRequest(code, cause)
-    if status == 408:
-        return Failure("upstream_timeout", cause)
-    rejected = 400 <= status < 500 and status != 429
-    return Failure("upstream_rejected" if rejected else "upstream_unavailable", cause)
+    code = "upstream_rejected" if 400 <= status < 500 else "upstream_unavailable"
+    special = {408: "upstream_timeout", 429: "upstream_unavailable"}
+    return Failure(special.get(status, code), cause)
 
 
 TOO_LONG = (
@@ -883,12 +874,13 @@ class Service:
     """The endpoints, the memory and the running turns."""
 
     def __init__(self) -> None:
+        self.running: list[EventStream] = []
+        self.memory = Memory(settings.data_dir, self.complete, settings=settings)
         url, own_url = settings.openai_base_url, settings.embedding_base_url
         key = settings.openai_api_key or ("EMPTY" if url else "")
         model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(key, url, model)
         self.endpoints = {"CHAT_MODEL": self.chat}  # by the setting of the model
-        embed = rerank = None
         model = settings.embedding_model
         if own_url:
             key, url = settings.embedding_api_key or key or "EMPTY", own_url
@@ -896,14 +888,11 @@ class Service:
             model = model or "text-embedding-3-small"
         if key and (own_url or model):
             self.endpoints["EMBEDDING_MODEL"] = Endpoint(key, url, model)
-            embed = self.embed
+            self.memory.embedder.embed = self.embed
         if url := settings.rerank_base_url:
             reranker = Endpoint(settings.rerank_api_key, url, settings.rerank_model)
             self.endpoints["RERANK_MODEL"] = reranker
-            rerank = self.rerank
-        asked = self.complete, embed, model, rerank
-        self.memory = Memory(settings.data_dir, *asked, settings)
-        self.running: list[EventStream] = []
+            self.memory.rerank = reranker.rerank
 
     def begin(self, events: EventStream) -> EventStream:
         """Start a turn in a task of its own; 503 where there is no endpoint or no room."""
@@ -926,10 +915,9 @@ class Service:
 
     async def complete(self, messages: list[Message], schema: Json) -> str:
         """Answer messages in a JSON schema, as memory wants it. Raises Failure, RequestRefused."""
-        model = await self.chat.discover()
         self.memory.learner.context_tokens = context = await self.chat.context()
         request = {
-            "model": settings.memory_model or model,
+            "model": settings.memory_model or await self.chat.discover(),
             "messages": messages,
             "temperature": 0,
             "max_tokens": min(1500, context // 4),
@@ -937,8 +925,7 @@ class Service:
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        # Patiently: nobody waits for it.
-        found = await self.chat.request("chat/completions", request, patience=5)
+        found = await self.chat.request("chat/completions", request)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
@@ -955,14 +942,6 @@ class Service:
             np.frombuffer(base64.b64decode(v), "<f4") if isinstance(v, str) else v
             for v in sent
         ]
-
-    async def rerank(self, query: str, texts: list[str], k: int) -> Any:
-        """Ask `/rerank` as vLLM, Jina and Cohere have it."""
-        endpoint = self.endpoints["RERANK_MODEL"]
-        body = {"query": query, "documents": texts, "top_n": k}
-        body["model"] = await endpoint.discover()
-        found = (await endpoint.request("rerank", body))["results"]
-        return [(row["index"], row["relevance_score"]) for row in found]
 
 
 # --- HTTP ---
@@ -1117,7 +1096,7 @@ async def health() -> Json:
     """Say what works, and since when what does not; nothing is read from disk."""
     chat, learner = service().chat, service().memory.learner
     degraded = service().memory.degraded
-    await chat.look(LOOK_AFTER)
+    await chat.look()
     works = chat.model and not chat.failure
     broken = "unreachable" if chat.key else "not configured"
     return {
