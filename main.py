@@ -867,6 +867,7 @@ def without(body: Json, part: str) -> Json:
     return less
 
 
+NO_EMBEDDINGS = "Words alone are searched: set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY, or OPENAI_BASE_URL."
 
 
@@ -964,7 +965,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:
-        log.warning("Words alone are searched: set EMBEDDING_BASE_URL or _MODEL.")
+        log.warning(NO_EMBEDDINGS)
     service.memory.learner.context_tokens = context = await service.chat.context()
     if context < 2048:
         log.error("Nothing can be learned in a context below 2048 tokens.")
@@ -1000,7 +1001,7 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
         any_user = not key or hmac.compare_digest(token, key)
         scope["token"], scope["any_user"] = token, any_user
         formed = any_user or re.fullmatch(b"[0-9a-f]{64}", token)
-        if not formed and scope["path"] not in OPEN:  # whose it is, `owner` checks
+        if not formed and path_of(scope) not in OPEN:  # whose it is, `owner` checks
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers
@@ -1015,9 +1016,14 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
 app.router.middleware_stack = require_token  # inside of what answers HTTPException
 
 
+def path_of(scope: Scope) -> str:
+    """Return a request's path without uvicorn's `--root-path`."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 async def on_error(request: Request, error: Any) -> Response:
     """Answer what was raised, in the shape that clients of a path expect."""
-    openai_face = request.scope["path"].startswith("/v1/")
+    openai_face = path_of(request.scope).startswith("/v1/")
     if isinstance(error, RequestValidationError):
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
         if found[0]["loc"] == ("body",):
