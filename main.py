@@ -32,7 +32,7 @@ import aiohttp
 import numpy as np
 import pydantic
 import pydantic_core
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, Field, HttpUrl
@@ -47,7 +47,9 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern="^.+$")]
+Key = Annotated[
+    str, StringConstraints(strip_whitespace=True, min_length=1, pattern="^.+$")
+]
 
 
 def without_password(url: HttpUrl) -> HttpUrl:
@@ -84,7 +86,9 @@ class Settings(memory.Settings):
 
 
 try:
-    given: Json = {name.lower(): text for name, text in os.environ.items() if text}
+    given: Json = {
+        n.lower(): text for n, text in os.environ.items() if text and n.isupper()
+    }
     settings = Settings(**given)  # which takes what it knows
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
@@ -201,8 +205,8 @@ class EventStream(StreamingResponse):
         """Put an event behind those that wait; nothing follows `done` or `error`."""
         if self.ended:
             return
-        self.ended = type in ("done", "error")
         self.unsent += self.encode(type, fields)
+        self.ended = type in ("done", "error")
         if self.unsent:  # OpenAI's face makes no bytes of some events
             self.ready.set()
         if len(self.unsent) > MAX_UNREAD and not self.ended:  # nobody reads it
@@ -271,11 +275,12 @@ class OpenAIStream(EventStream):
     def encode_done(self, done: Json) -> bytes:
         reason = done["finish_reason"].replace("max_rounds", "stop")
         calls = done.get("tool_calls", [])
-        calls = [call | {"index": n} for n, call in enumerate(calls)]
         message: Json = {"tool_calls": calls} if calls else {}
         if not self.stream:
             message["content"] = done["response"] or None
             return self.encode_choice(message, reason, usage=done["usage"])
+        for n, call in enumerate(calls):
+            call["index"] = n
         last = self.encode_choice(message, reason)
         if self.usage:
             last += self.encode_choice({}, choices=[], usage=done["usage"])
@@ -754,14 +759,16 @@ class Endpoint:
         now = time.monotonic()
         for part in PARTS:
             body = without(body, part) if now < self.unsupported.get(part, 0) else body
-        # Nobody waits for what is not streamed.
-        silence = settings.upstream_timeout * (1 if body.get("stream") else 5)
+        # Nobody waits for learning and summaries, which are not streamed.
+        patience = 5 if "messages" in body and not body.get("stream") else 1
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
             data=to_json(body | given) if body else None,
             # Not `sock_connect`: the look-up of the name would have no limit.
-            timeout=aiohttp.ClientTimeout(connect=5, sock_read=silence),
+            timeout=aiohttp.ClientTimeout(
+                connect=5, sock_read=settings.upstream_timeout * patience
+            ),
             allow_redirects=False,  # one would carry prompts elsewhere
         )
         if response.status < 300:
@@ -781,14 +788,14 @@ class Endpoint:
             self.unsupported[part] = now + 600
         return response
 
-    async def look(self) -> None:
+    async def look(self, max_age: float = 0) -> None:
         """Look for the models there, and the size of their contexts.
 
-        At most once in LOOK_AFTER seconds; who comes meanwhile shares its result.
+        At most once in `max_age` seconds; who comes meanwhile shares its result.
         """
         asked = time.monotonic()
         async with self.looking:
-            if self.looked > asked - LOOK_AFTER:
+            if self.looked > asked - max_age:
                 return
             before = self.failure
             try:
@@ -806,13 +813,14 @@ class Endpoint:
     async def context(self) -> int:
         """Return the size of the model's context in tokens."""
         if not (settings.context_tokens or self.sizes):
-            await self.look()
+            await self.look(LOOK_AFTER)
         return settings.context_tokens or self.sizes.get(self.model) or 8192
 
     async def discover(self) -> str:
         """Return the model's name, as set or the endpoint's first. Raises Failure."""
         if not self.configured and (self.failure or not self.model):
-            await self.look()  # after a failure too: another may be served by now
+            # After a failure too: another one may be served by now.
+            await self.look(LOOK_AFTER if self.model else 0)
         if not self.model:
             raise self.failure or Failure("upstream_unavailable", "there is no model")
         return self.model
@@ -961,7 +969,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     for name, endpoint in service.endpoints.items():
         await endpoint.look()
         served = endpoint.failure or [*endpoint.sizes][:9]
-        log.info("%s is %r; at %s: %r", name, endpoint.model, endpoint.url, served)
+        level = logging.INFO if endpoint.model in endpoint.sizes else logging.WARNING
+        about = name, endpoint.model or "not known", endpoint.url, served
+        log.log(level, "%s is %s; at %s: %r", *about)
     if embedder := service.endpoints.get("EMBEDDING_MODEL"):
         service.memory.embedder.model = embedder.model
     else:
@@ -1070,8 +1080,9 @@ async def completion_body(request: Request, body: CompletionRequest) -> Any:
     """Return the body with the user's name in its normal form; "": it names none."""
     sent = request.headers.getlist("X-User-Id")
     try:
-        # What cannot be sent on: NaN, lone surrogates, hundreds of levels
-        pydantic_core.from_json(await request.body(), allow_inf_nan=False)
+        # What cannot be sent on: NaN, lone surrogates, levels (two more in a request)
+        json.dumps(await request.json(), allow_nan=False)
+        to_json([[await request.json()]])
         given = [body.user or "", *(s.encode("latin-1").decode() for s in sent)]
         names = {memory.normal_name(name) for name in given if name.strip()}
     except ValueError as error:
@@ -1089,6 +1100,8 @@ def service() -> Service:
 
 Owner = Annotated[str, Depends(owner)]
 CompletionBody = Annotated[CompletionRequest, Depends(completion_body)]
+Text = Annotated[str, Query(min_length=1, max_length=32_000)]
+Count = Annotated[int, Query(ge=1, le=100)]
 
 
 @app.get("/", response_class=PlainTextResponse)
@@ -1102,7 +1115,7 @@ async def health() -> Json:
     """Say what works, and since when what does not; nothing is read from disk."""
     chat, learner = service().chat, service().memory.learner
     degraded = service().memory.degraded
-    await chat.look()
+    await chat.look(LOOK_AFTER)
     works = chat.model and not chat.failure
     broken = "unreachable" if chat.key else "not configured"
     return {
@@ -1157,7 +1170,7 @@ async def models() -> Json:
 
 
 @app.get("/users/{user_id}/memories")
-async def list_memories(user: Owner, query: str = "", k: PositiveInt = 20) -> Json:
+async def list_memories(user: Owner, query: Text = "", k: Count = 20) -> Json:
     return {"memories": await service().memory.facts(user, query, k)}
 
 

@@ -640,7 +640,7 @@ class State:
             "user": [{"name": self.name, "id": self.id}],
             "facts": self.facts.values(),
             "learned": [{"session_id": s, "turn": n} for s, n in self.learned.items()],
-            "history": self.history[-MAX_HISTORY:],
+            "history": self.history,
         }
         numbered = {name: dict(enumerate(rows, 1)) for name, rows in tables.items()}
         return pydantic_core.to_json(numbered)
@@ -850,7 +850,8 @@ class IndexedFiles(UserFiles):
         shown = set[tuple[str, int]]()
         for _, (session_id, number, *_) in hits:
             if (session_id, number) not in shown and len(exchanges) < k:
-                turns = self.turns_after(session_id, number - 2)[:3]
+                turns = self.turns_after(session_id, number - 2)
+                turns = [turn for turn in turns if turn["turn"] < number + 2]
                 exchanges.append((session_id, turns))
                 shown |= {(session_id, turn["turn"]) for turn in turns}
         return exchanges
@@ -988,7 +989,7 @@ class FactStore:
     def forget(self, id: str, words: set[str]) -> str:
         """Delete a fact, or only what words name of a list in it; return what is left."""
         rest = without_named(self.state.facts[id]["text"], words)
-        if rest:
+        if rest and not find_duplicate(self.state.facts, rest):
             self.mem0.update(id, rest)
         else:
             self.mem0.delete(id)
@@ -996,14 +997,14 @@ class FactStore:
 
     def forget_faded(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete what has faded or is too much."""
-        facts = self.state.facts
-        ranked = scored(reversed(facts.values()))  # of equals the newest stays
-        ranked.sort(key=lambda fact: fact["kind"] != "profile")
-        for rank, fact in enumerate(ranked):
-            if rank >= MAX_PROFILE or fact["kind"] != "profile":
-                facts[fact["id"]] = {**facts[fact["id"]], "kind": "episodic"}
-                if rank >= max_facts or fact["score"] < 0.25:
-                    self.mem0.delete(fact["id"])
+        # Reversed: of equals the newest stays.
+        facts, ranked = self.state.facts, scored(reversed(self.state.facts.values()))
+        profile = [fact for fact in ranked if fact["kind"] == "profile"][:MAX_PROFILE]
+        episodic = [fact for fact in ranked if fact not in profile]
+        for rank, fact in enumerate(episodic, len(profile)):  # the profile ranks first
+            facts[fact["id"]] = {**facts[fact["id"]], "kind": "episodic"}
+            if rank >= max_facts or fact["score"] < 0.25:
+                self.mem0.delete(fact["id"])
 
     # What Mem0 calls
 
@@ -1061,8 +1062,10 @@ def scored(facts: Iterable[Fact]) -> list[Row]:
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact that says the same already, but for inflection and little words."""
     words = fact_words(text)
-    same = (fact for fact in facts.values() if fact_words(fact["text"]) == words)
-    return next(same, None)
+    for fact in facts.values():
+        if words and fact_words(fact["text"]) == words:
+            return fact
+    return None
 
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
@@ -1124,16 +1127,18 @@ def final_forms(
         return []  # NaN is not >= 0.2 either
     if not said & new and alnum(text) in alnum(turn.row["response"]):
         return []  # the assistant's own words
-    if op == "update" and known in ("", text):
-        return []
+    if op == "update" and (known in ("", text) or not (said & old or new - old)):
+        return []  # there is no such fact, or nothing new, or the user named nothing of it
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
     # It replaces a fact if both share a word and the things they tell of, or begin alike
-    # ("User has") and the user names the old one.
+    # ("User has") and the user names the old one. A name at the beginning is no such word
+    # ("Eva is pregnant"), a verb is ("Likes tea").
+    shared = new & key_words(re.sub(r"^[A-Z]\w*[^\Ws] ", "", known))
     alike = said & old and text.split()[:2] == known.split()[:2]
     things = key_words(" ".join(THING.findall(f"{text}|{known}")))
-    if op == "update" and (new & old or alike) and things <= new & old:
+    if op == "update" and (shared or alike) and things <= shared:
         finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
@@ -1167,15 +1172,15 @@ def final_texts(text: str, time: str) -> list[str]:
 def is_said(evidence: Any, query: str) -> bool:
     """Tell whether words stand in a query, by letters and digits; fewer than 6 must be all of it.
 
-    Three are enough in Indian, Chinese and other letters that are syllables. A query that
-    turns against the rules gives no evidence, nor does what it only quotes.
+    A Chinese or Thai letter counts as three, an Indian one, whose vowel is left out, as two.
+    A query that turns against the rules gives no evidence, nor does what it only quotes.
     """
     words = alnum(str(evidence or ""))
     if not words or re.search(OVERRIDE, query):
         return False
     said = alnum(redact(QUOTED.sub(" ", query)[:MAX_READ]))  # as shown to the model
-    least = 3 if max(words) > "\u08ff" else 6
-    return words in said if len(words) >= least else words == said
+    weighed = re.sub("[\u0900-\u0dff]", "..", re.sub(UNSPACED, "...", words))
+    return words in said if len(weighed) > 5 else words == said
 
 
 def key_words(text: str) -> set[str]:
@@ -1426,13 +1431,15 @@ def prompt_tokens(messages: list[Message]) -> int:
 def parse_answer(text: str, key: str, kind: type) -> Any:
     """Return one field of a JSON answer, also from a model that talks around it; or BadAnswer."""
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
-    # It may be the field alone: a list of objects, or an empty one at the end.
-    for match in [*re.finditer(r"\{|\[(?=\s*(?:\{|\]\s*$))", text)][:50]:
+    for match in [*re.finditer(r"[{\[]", text)][:50]:
+        value: Any = None
         with suppress(ValueError, RecursionError):
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
-            field = value.get(key) if isinstance(value, dict) else value
-            if isinstance(field, kind):
-                return field
+        if isinstance(value, list):  # of operations, or nothing at all
+            rows = [one for one in value if isinstance(one, dict) and "op" in one]
+            value = {key: rows} if rows or text.strip() == "[]" else None
+        if isinstance(value, dict) and isinstance(value.get(key), kind):
+            return value[key]
     raise BadAnswer(f"no {key} in the model's answer")
 
 
@@ -1626,7 +1633,8 @@ class Memory:
             store = FactStore(self.mem0, replace(state))
             result = function(store, files)
             if store.state != state:
-                files.write(replace(store.state))
+                history = store.state.history[-MAX_HISTORY:]
+                files.write(replace(store.state, history=history))
             return result
 
         result = await self.run(user, work)
@@ -1692,6 +1700,10 @@ class Memory:
 
 # --- Learning ---
 
+# The "bad" answers to a turn, by its key, and how often it was made "smaller": once, it goes
+# alone; twice, it is also cut, and goes without facts and examples.
+Troubles = Counter[tuple[str, str]]
+
 
 class Learner:
     """Learns what users said, in the background: a task for each who has something to do.
@@ -1726,8 +1738,7 @@ class Learner:
 
     async def work_for(self, user: str) -> None:
         """Do what is to be done for a user, as often as it is due, until nothing is left."""
-        due, back_off, pause = self.due[user], BACK_OFF, 0.0
-        failures: Counter[str] = Counter()  # by the key of a turn
+        due, back_off, pause, troubles = self.due[user], BACK_OFF, 0.0, Troubles()
         while due.is_set() or pause < math.inf:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -1738,7 +1749,7 @@ class Learner:
             pause = math.inf  # until somebody calls `schedule`
             try:
                 async with self.memory.locks.held(f"{user}/learn"):
-                    pause = await self.catch_up(user, quiet, failures)
+                    pause = await self.catch_up(user, quiet, troubles)
                 back_off = BACK_OFF
             except NotFound:  # deleted
                 del self.pending[user]
@@ -1749,7 +1760,7 @@ class Learner:
                 log.exception("learning failed by our fault")
         del self.due[user], self.tasks[user]
 
-    async def catch_up(self, user: str, quiet: bool, failures: Counter[str]) -> float:
+    async def catch_up(self, user: str, quiet: bool, troubles: Troubles) -> float:
         """Learn all that waits; make vectors of what is searched, and of all in a quiet time.
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
@@ -1757,7 +1768,7 @@ class Learner:
         state = None
         while state is None:
             async with self.at_work:
-                state = await self.learn(user, failures)
+                state = await self.learn(user, troubles)
         if quiet:
             made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
             return QUIET if any(made) else math.inf  # there may be more
@@ -1777,40 +1788,43 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str, failures: Counter[str]) -> State | None:
-        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer.
-
-        After one bad answer or refusal a turn goes alone, after two it is also cut and goes
-        without facts and examples, after three it counts as learned.
-        """
+    async def learn(self, user: str, troubles: Troubles) -> State | None:
+        """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
             return state
-        failed = failures[waiting[0].key]
-        batch = waiting[: 1 if failed else BATCH_TURNS]
+        bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
+        batch = waiting[: 1 if troubles[smaller] or troubles[bad] > 1 else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
         batch = batch[: len(within_budget(texts, self.context_tokens // 6)) or 1]
+        operations = None
         try:
-            operations = await self.propose(user, state, batch, failed > 1)
-        except NoAnswer as error:
-            log.warning("no answer while learning: %r", error)
-            if not isinstance(error, BadAnswer):
-                self.memory.note("learning", failed=True)
-                # Refused though cut: it is this turn, if others are answered.
-                hopeful = failed < 2 or self.answered
-                if not (isinstance(error, RequestRefused) and hopeful):
-                    raise
-            failures.update(turn.key for turn in batch)
-            if failed > 1:
-                await self.commit(user, batch, [])
-                log.error("a turn counts as learned, as no answer to it can be used")
-                self.given_up += 1
-        else:
+            operations = await self.propose(user, state, batch, troubles[smaller] > 1)
             self.answered = True
             self.memory.note("learning", failed=False)
-            await self.commit(user, batch, operations)
+        except NoAnswer as error:
+            log.warning("no answer while learning: %r", error)
+            refused = isinstance(error, RequestRefused)
+            bad_answer = isinstance(error, BadAnswer)
+            if not bad_answer:
+                self.memory.note("learning", failed=True)
+            if refused and troubles[smaller] < 2:
+                troubles[smaller] += 1
+            # Refused even so: it is this turn, if others are answered.
+            elif bad_answer or (refused and self.answered):
+                troubles.update((turn.key, "bad") for turn in batch)
+            else:
+                raise
+            if troubles[bad] < 3:
+                return None
+        await self.commit(user, batch, operations or [])
+        if operations is None:
+            log.error("a turn gave three bad answers and counts as learned")
+            self.given_up += 1
+        for session_id in {turn.session_id for turn in batch}:
+            await self.summarize(user, session_id)
         return None
 
     async def propose(
@@ -1866,15 +1880,15 @@ class Learner:
             store.forget_faded(self.memory.settings.max_facts)
 
         await self.memory.change(user, apply_all)
-        for session_id in {turn.session_id for turn in batch}:
-            await self.summarize(user, session_id)
 
     async def summarize(self, user: str, session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
-        settings, run = self.memory.settings, self.memory.run
+        run, keep = self.memory.run, self.memory.settings.history_turns
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[: -settings.history_turns]
-        if len(old) <= settings.history_turns or not settings.summaries:
+        old = transcript.unfolded()[:-keep]
+        if len(old) > 3 * keep:
+            old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
+        if len(old) <= keep or not self.memory.settings.summaries:
             return
         limit = self.context_tokens // 2  # bytes: a third as many tokens
         size = limit // len(old) // 2
@@ -1892,6 +1906,7 @@ class Learner:
 
         if summary:
             await run(user, write_summary)
+            await self.summarize(user, session_id)  # there may be more
 
     async def ask(self, prompt: list[Message], form: Row, key: str, kind: type) -> Any:
         """Return one field of the model's answer. Raises NoAnswer."""

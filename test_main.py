@@ -1138,7 +1138,7 @@ def test_the_start_says_what_is_used_or_what_to_set(start, closed_port, caplog):
     told = log_of(API_KEY="x")
     assert re.search("CHAT_MODEL.*stand-in(.|\n)*EMBEDDING_MODEL.*bag", told)
     assert "API_KEY" not in told
-    assert re.search("CHAT_MODEL is 'gone'.*stand-in", log_of(CHAT_MODEL="gone"))
+    assert re.search("WARNING.*CHAT_MODEL is gone.*stand-in", log_of(CHAT_MODEL="gone"))
     told = log_of(OPENAI_BASE_URL=closed_port)
     assert re.search(f"CHAT_MODEL.*{closed_port}.*check its URL.* quota.*Refused", told)
     told = log_of(**NOTHING_SET, EMBEDDING_MODEL="")
@@ -1290,7 +1290,7 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
                 path = route.path.format(**bad | {"user_id": name})
                 reply = chat.http.request(*route.methods, path)
                 assert reply.status_code in (404, 422), (path, reply.text)
-    for query in ("?k=0", "?k=x", "?query=a&k=-1"):
+    for query in ("?k=0", "?k=x", "?query=", "?query=a&k=-1"):
         assert chat.http.get(f"/users/ann/memories{query}").status_code == 422
     assert chat.session("no-uuid").status_code in (404, 422)
     assert chat.facts("ann") == ["User likes tea."] and files(chat.folder) == before
@@ -1566,12 +1566,12 @@ def test_turns_are_learned_in_order_together_or_after_bad_answers_alone(chat, mo
     model.operations += ["{}", "no JSON", '{"operations": 3}', '{"a": 1}', "?", "??"]
     model.hold_learning.set()
     chat.learned()
-    # After a bad answer each turn goes alone.
+    # What came meanwhile joins in; after two bad answers each turn goes alone.
     sizes = [len(asked(learning)["turns"]) for learning in model.learnings[3:]]
-    assert sizes == [1, 1, 1, 2, 1, 1, 1]
-    assert (chat.health()["given_up"], chat.health()["degraded"]) == (2, {})
+    assert sizes == [1, 3, 1, 2, 1, 1]
+    assert (chat.health()["given_up"], chat.health()["degraded"]) == (3, {})
     chat.tell("I like cake")
-    assert len(chat.facts()) == 13 and "User likes cake." in chat.facts()
+    assert len(chat.facts()) == 12 and "User likes cake." in chat.facts()
 
 
 def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, model):
@@ -1662,7 +1662,7 @@ User has 2 children ≠ User has 3 children | User lives in Lyon ≠ User lives 
 User moved from Lyon to Paris ≠ User moved from Paris to Lyon | Ann likes Bob ≠ Bob likes Ann
 User's sister Ann is a nurse ≠ User's sister Eva is a nurse | User was a nurse ≠ User is a nurse
 User is a nurse ≠ User's sister is a nurse | User pays 1.5 a month ≠ User pays 15 a month | User's blood type is A ≠ User's blood type is O | User has a TV = User has a tv
-用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है
+用户喜欢猫 ≠ 用户不喜欢猫 | उपयोगकर्ता का लड़का है ≠ उपयोगकर्ता की लड़की है | User ≠ The user
 """
 # fmt: on
 
@@ -1713,7 +1713,8 @@ def test_an_answer_is_operations_or_a_bad_one():
     for text in (add, f'{{"operations": {add}}}', talk):
         assert memory.parse_answer(text, "operations", list) == [{"op": "add"}]
     assert memory.parse_answer(" [] ", "operations", list) == []
-    for text in "[1, 2]", '{"ops": []}', "as in [1]", "[ ] or [2]", '{"operations": 3}':
+    echo = '{"facts": [{"id": 0}]}', "[[]]", '[{"id": 0}]'
+    for text in "[1, 2]", '{"ops": []}', "as in [1]", "[ ] or [2]", '{"operations": 3}', *echo:
         with pytest.raises(memory.BadAnswer):
             memory.parse_answer(text, "operations", list)
 
@@ -1749,8 +1750,9 @@ User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
 User has a dog named Rex. | My parrot sings | update | User has a parrot. | add
 User has a dog named Rex. | Rex died, now a budgie | update | User has a budgie. | update
-User has a dog named Rex. | Rex and I are in Rome | update | User lives in Rome. | add
+Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | add
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
+User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
 User keeps bees. | I gave my bees away | delete | - | delete
 User has a cat and a dog. | The cat ran away | update | User has a dog. | update
@@ -2026,7 +2028,7 @@ def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, m
             if n == 8:
                 assert chat.session().json()["summary"] == model.summary.strip()
                 model.summary = ""
-        assert len(model.summaries) == 5
+        assert len(model.summaries) == 6  # the last in two steps
         assert "message 1" in chat.session().json()["summary"]
         system, *messages = model.requests[-1]["messages"]
         assert system["role"] == "system" and "message 7" in system["content"]
@@ -2041,7 +2043,7 @@ def test_long_sessions_are_folded_into_a_summary_and_their_prefix_stays(start, m
     first = [int(r["messages"][1]["content"].split()[0]) for r in model.requests[11:]]
     assert first[0] == 1 and first[-1] >= 5 and first == sorted(first)
     # Dropped two at once, so that the prefix stays
-    assert all(n % 2 for n in first) and len(model.summaries) == 5
+    assert all(n % 2 for n in first) and len(model.summaries) == 6
 
 
 def test_a_prompt_fits_its_budget_by_dropping_turns_then_hints_then_the_summary():
@@ -3811,7 +3813,7 @@ ODD_BODIES = [
     *(v1(messages=[by("user", content)]) for content in (5, ["Hi!"], "Hi \ud83d!")),
     v1(messages=[by("boss", "Hi!")]), v1(tools={"type": "function"}),
     v1(temperature=float("nan")), v1(**{"\udfff": 1}),
-    b'{"messages": [{"role": "user", "content": "x"}], "seed": 1' + b"0" * 5000 + b"}",
+    *(b'{"messages": [{"role": "user", "content": "x"}], "seed": 1%b}' % tail for tail in (b"0" * 5000, b"e999")),
 ]  # fmt: skip
 ANN = {"user": "ann"}
 ODD_NAMES = [({"user": name}, {}) for name in BAD_NAMES]
