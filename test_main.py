@@ -1713,8 +1713,8 @@ def test_an_answer_is_operations_or_a_bad_one():
     for text in (add, f'{{"operations": {add}}}', talk):
         assert memory.parse_answer(text, "operations", list) == [{"op": "add"}]
     assert memory.parse_answer(" [] ", "operations", list) == []
-    echo = '{"facts": [{"id": 0}]}', "[[]]", '[{"id": 0}]'
-    for text in "[1, 2]", '{"ops": []}', "as in [1]", "[ ] or [2]", '{"operations": 3}', *echo:
+    bad = "[1, 2]", '{"ops": []}', "as in [1]", "[ ] or [2]", '{"operations": 3}'
+    for text in (*bad, '{"facts": [{"id": 0}]}', "[[]]", '[{"id": 0}]'):
         with pytest.raises(memory.BadAnswer):
             memory.parse_answer(text, "operations", list)
 
