@@ -56,9 +56,8 @@ from weakref import WeakValueDictionary
 import faiss
 import numpy as np
 import pydantic_core
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as validated
-from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
@@ -433,7 +432,7 @@ class Entry(NamedTuple):
 
     def vector_id(self, model: str) -> int:
         """Return 63 bits of a hash of the text, its place and the model."""
-        content = "\0".join([model, self.session_id, str(self.key), self.text])
+        content = "\0".join(map(str, (model, *self[:3])))
         digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
@@ -672,35 +671,34 @@ class UserFiles:
     cache: FileCache = field(default_factory=FileCache)
     model: str = ""  # that makes vectors
 
-    def load(self, id: str = "", name: str = "") -> State:
+    def load(self, id: str = "") -> State:
         """Return the facts' file; where it is missing or damaged, begin it, all sessions unlearned.
 
         NotFound: there is no folder, or the user has not this id.
         """
-        state = self.cache.load(self.folder / "memory.json", State)
+        state = self.cache.load(self.path("memory"), State)
         if not state.id and self.folder.is_dir():
             with durable(self.folder):  # first, or after a kill nobody would learn them
                 for session_id in self.sessions():
                     (self.folder / f"{session_id}.unlearned").touch()
-            state = State(name, uuid.uuid4().hex)
+            state = State(id=uuid.uuid4().hex)
             self.write(state)
         if not state.id or id not in ("", state.id):
             raise NotFound("user")
         return state
 
     def write(self, state: State) -> None:
-        self.cache.write(self.folder / "memory.json", state)
+        self.cache.write(self.path("memory"), state)
 
     def sessions(self) -> list[str]:
         paths = self.folder.glob("*-*.json")
         return sorted({path.name.split(".")[0] for path in paths})
 
-    def path(self, session_id: str, last: int = 0) -> Path:
-        """Return a session's newest file, or the older one up to a turn."""
-        return self.folder / f"{session_id}{f'.{last}' if last else ''}.json"
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
 
-    def transcript(self, session_id: str, last: int = 0) -> Transcript:
-        return self.cache.load(self.path(session_id, last), Transcript)
+    def transcript(self, name: str) -> Transcript:
+        return self.cache.load(self.path(name), Transcript)
 
     def older(self, session_id: str) -> list[int]:
         """Return the last turns of a session's older files."""
@@ -719,7 +717,7 @@ class UserFiles:
         older = [] if mark + 1 in newest else self.older(session_id)
         turns: dict[int, TurnRow] = {}  # after a kill two files may hold the same
         for last in [last for last in older if last > mark]:
-            turns |= self.transcript(session_id, last).turns
+            turns |= self.transcript(f"{session_id}.{last}").turns
         return [row for number, row in (turns | newest).items() if number > mark]
 
     def load_unlearned(self) -> tuple[State, list[Unlearned]]:
@@ -738,7 +736,7 @@ class UserFiles:
     def are_cached(self, session_id: str) -> bool:
         """Tell whether all that `begin` reads is kept as it is on the disk."""
         marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
-        paths = [self.folder / "memory.json", *map(self.path, [session_id, *marked])]
+        paths = map(self.path, ["memory", session_id, *marked])
         return all(self.cache.get(path, stamp(path)) is not None for path in paths)
 
     def begin(self, name: str, session_id: str) -> Begun:
@@ -747,10 +745,10 @@ class UserFiles:
         if not self.folder.is_dir():
             with durable(self.folder.parent):
                 self.folder.mkdir()
-        state = self.load(name=name)
-        if state.name != name:  # a learner that began the file anew knew no name
-            self.write(replace(state, name=name))
         state, waiting = self.load_unlearned()
+        if state.name != name:  # the file is new, or a learner began it anew
+            state = replace(state, name=name)
+            self.write(state)
         number = self.last_turn(session_id) + 1
         return number, state, self.transcript(session_id), waiting
 
@@ -770,10 +768,10 @@ class UserFiles:
         turns, table = self.transcript(session_id).turns, database.table("turns")
         if len(turns) >= FILE_TURNS:  # the older half gets a file of its own
             older = dict(itertools.islice(turns.items(), FILE_TURNS // 2))
-            path = self.path(session_id, max(older))
-            if self.cache.load(path, Transcript).turns not in ({}, older):
-                set_aside(path)
-            self.cache.write(path, Transcript(older))
+            name = f"{session_id}.{max(older)}"
+            if self.transcript(name).turns not in ({}, older):
+                set_aside(self.path(name))
+            self.cache.write(self.path(name), Transcript(older))
             table.remove(doc_ids=older)
         table.insert(Document(row, doc_id=number))
 
@@ -900,7 +898,7 @@ def delete_session(files: IndexedFiles, session_id: str) -> None:
         raise NotFound("session")
     vectors = files.vectors(MESSAGES)
     # The oldest turns first, or a kill would leave a hole between turns; then by name.
-    older = [files.path(session_id, last).name for last in files.older(session_id)]
+    older = [f"{session_id}.{last}.json" for last in files.older(session_id)]
     files.erase(f"*{MESSAGES}*", f".{session_id}.*", *older, f"{session_id}.*")
     files.save_vectors(MESSAGES, vectors)
 
@@ -914,7 +912,7 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
     else:
         # Forgotten and learned again, the same words stand under two ids.
         rows = fact_history(files, fact_id)
-        gone = {row["old_memory"] for row in rows} | {row["new_memory"] for row in rows}
+        gone = {row[part] for row in rows for part in ("old_memory", "new_memory")}
         history = [
             row
             for row in state.history
