@@ -271,11 +271,9 @@ class FileCache:
         current = stamp(path)
         if current is None:
             return kind()
-        if (value := self.get(path, current)) is not None:
-            return value
         for _ in range(2):  # what another machine writes may not be here whole at first
             with suppress(ValueError, LookupError, TypeError, AttributeError):
-                return self.keep(path, current, kind.parse(path.read_bytes()))
+                return self.get(path, current, lambda: kind.parse(path.read_bytes()))
         if current == stamp(path):  # it was not replaced meanwhile
             set_aside(path)
         return self.load(path, kind)
@@ -285,10 +283,11 @@ class FileCache:
         replace_file(path, value.dump())
         self.keep(path, stamp(path), value)
 
-    def get(self, path: Path, stamp: Any) -> Any:
-        """Return what is kept with this stamp; None: nothing is, or of another content."""
+    def get(self, path: Path, stamp: Any, make: Callable[[], T]) -> T:
+        """Return what is kept with this stamp; where nothing is, make and keep it."""
         kept = self.kept.get(path)
-        return self.keep(path, *kept) if kept and kept[0] == stamp else None
+        value = kept[1] if kept and kept[0] == stamp else make()
+        return self.keep(path, stamp, value)
 
     def keep(self, path: Path, stamp: Any, value: T) -> T:
         """Keep a value and return it; forget what was not used for longest, to make room."""
@@ -737,7 +736,8 @@ class UserFiles:
         """Tell whether all that `begin` reads is kept as it is on the disk."""
         marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
         paths = map(self.path, ["memory", session_id, *marked])
-        return all(self.cache.get(path, stamp(path)) is not None for path in paths)
+        kept = self.cache.kept
+        return all(kept.get(path, [0])[0] == stamp(path) for path in paths)
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
@@ -833,9 +833,7 @@ class IndexedFiles(UserFiles):
         files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
         # `keep` reads the size in second place, as in a stamp.
         version = files, sum(each[1] for each in files if each), self.model
-        index = self.cache.get(self.folder, version)
-        if index is None:
-            index = self.cache.keep(self.folder, version, self.index(FACTS))
+        index = self.cache.get(self.folder, version, lambda: self.index(FACTS))
         hits = index.search(query, vector, k, cutoff)
         return [{**facts[entry.key], "score": score} for score, entry in hits]
 
