@@ -58,8 +58,8 @@ import numpy as np
 import pydantic_core
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as validated
-from tinydb import Storage, TinyDB
-from tinydb.table import Document
+from tinydb import Storage
+from tinydb.table import Document, Table
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 FILE_TURNS = 200  # turns in a transcript's newest file; TinyDB rewrites it whole
@@ -577,8 +577,7 @@ class Transcript:
     @classmethod
     def parse(cls, content: bytes) -> "Transcript":
         tables = pydantic_core.from_json(content)
-        [summary] = tables["summary"].values()
-        parsed = cls(tables["turns"], **summary)
+        parsed = cls(tables["turns"], **tables["summary"]["1"])
         if [row["turn"] for row in parsed.turns.values()] != [*parsed.turns]:
             raise ValueError("turns do not stand under their numbers")
         return parsed
@@ -764,8 +763,8 @@ class UserFiles:
             self.write(replace(state, learned=state.learned | {session_id: number - 1}))
         # Before the turn, which is not learned without it; durable with the turn's fsync.
         (self.folder / f"{session_id}.unlearned").touch()
-        database = TinyDB(self.path(session_id), self.cache, storage=TranscriptStorage)
-        turns, table = self.transcript(session_id).turns, database.table("turns")
+        table = Table(TranscriptStorage(self.path(session_id), self.cache), "turns")
+        turns = self.transcript(session_id).turns
         if len(turns) >= FILE_TURNS:  # the older half gets a file of its own
             older = dict(itertools.islice(turns.items(), FILE_TURNS // 2))
             name = f"{session_id}.{max(older)}"
