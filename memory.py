@@ -689,8 +689,7 @@ class UserFiles:
         self.cache.write(self.path("memory"), state)
 
     def sessions(self) -> list[str]:
-        paths = self.folder.glob("*-*.json")
-        return sorted({path.name.split(".")[0] for path in paths})
+        return sorted({path.name[:36] for path in self.folder.glob("*-*.json")})
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -902,21 +901,21 @@ def delete_session(files: IndexedFiles, session_id: str) -> None:
 
 def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
     """Delete a fact with its history, or (None) all; then all that was said counts as learned."""
-    state = files.load()
+    state = replace(files.load())  # a copy
     if fact_id is None:
-        learned = {s: files.last_turn(s) for s in files.sessions()}
-        state = replace(state, facts={}, history=[], learned=state.learned | learned)
+        state.facts.clear()
+        state.history.clear()
+        state.learned.update({s: files.last_turn(s) for s in files.sessions()})
     else:
         # Forgotten and learned again, the same words stand under two ids.
         rows = fact_history(files, fact_id)
         gone = {row[part] for row in rows for part in ("old_memory", "new_memory")}
-        history = [
+        state.history[:] = [
             row
             for row in state.history
             if not gone & {row["old_memory"], row["new_memory"]} - {None}
         ]
-        facts = {id: fact for id, fact in state.facts.items() if id != fact_id}
-        state = replace(state, facts=facts, history=history)
+        state.facts.pop(fact_id, None)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
     vectors = files.vectors(FACTS)
     files.erase(f"*{FACTS}*", "memory.json.*", ".memory.json.*")
