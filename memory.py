@@ -560,10 +560,8 @@ class Vectors(dict[int, np.ndarray]):
 # --- One user's files ---
 #
 # Locks are taken in this order: `<user>/<session>` by a turn and `<user>/learn` by who
-# learns, over awaits; then `<user>`, briefly, for each read-change-write. Who holds
-# `<user>` takes no other. `Memory.run` takes it and calls a function in a thread, as it
-# may wait for the disk. All of this section is such functions, or is called by one: it
-# needs `<user>` held and locks nothing.
+# learns, over awaits; then `<user>` alone, by `Memory.run`, for one call of a function in
+# a thread. All of this section is such functions or what they call, and locks nothing.
 
 
 @validated(frozen=True)
@@ -599,8 +597,7 @@ class Transcript:
 class TranscriptStorage(Storage):
     """TinyDB's way to a transcript.
 
-    Its own JSONStorage rewrites in place: 17 of 50 kills left a file that could not be
-    read, and a full disk destroyed the old content.
+    Its own JSONStorage rewrites in place: 17 of 50 kills left a file that nobody can read.
     """
 
     path: Path
@@ -1007,8 +1004,8 @@ class FactStore:
 
     def update(self, vector_id, vector, payload):
         given = {**payload, "id": vector_id, "text": payload["data"]}
-        fields = [name for name in Fact.__annotations__ if name in given]
-        self.state.facts[vector_id] = {name: given[name] for name in fields}
+        fact = {name: given[name] for name in Fact.__annotations__ if name in given}
+        self.state.facts[vector_id] = fact
 
     def delete(self, vector_id):
         del self.state.facts[vector_id]
