@@ -2057,9 +2057,9 @@ class Turn:
 
     async def forget_memory(self, query: str) -> str:
         """Forget a fact about the user, only when the user asks for it now, never to answer a question; several that fit are listed: ask which one."""
-        words, message = key_words(query[:1000]), self.message.rstrip()
-        unsaid = words - key_words(message)
-        question = message.endswith(("?", "？", "؟"))
+        words = key_words(query[:1000])
+        unsaid = words - key_words(self.message)
+        question = re.search(r"[?？؟]\s*$", self.message)
         # Weak models forget what they were only asked about, or all that was listed.
         if (unsaid and question) or (self.listed and unsaid == words):
             return "Nothing was forgotten: the user did not name it. Ask what is meant."
