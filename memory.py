@@ -1923,13 +1923,14 @@ def find_markers(folder: Path) -> Counter[str]:
 class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
+    message = ""  # of the user, in this turn
+    listed = False  # facts, for the user to say which is to be forgotten
+
     def __init__(self, memory: Memory, user: str, session_id: str, begun: Begun):
         self.memory, self.user, self.session_id = memory, user, session_id
         self.number, self.state, transcript, self.unlearned = begun
         self.summary = transcript.summary
         self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
-        self.message = ""  # of the user, in this turn
-        self.listed = False  # facts, for the user to say which is to be forgotten
 
     async def hints(self, message: str, history: Iterable[str] = ()) -> Hints:
         """Return what the user's memory has to say to a message.
@@ -1955,8 +1956,7 @@ class Turn:
             more = [fact for fact in hits if fact["id"] not in have]
             chosen = within_budget(chosen + more[:k], budget)
         names = "id", "text", "kind", "score"
-        shown = [{name: fact[name] for name in names} for fact in chosen]
-        return Hints(shown, said, degraded)
+        return Hints([{n: fact[n] for n in names} for fact in chosen], said, degraded)
 
     def just_said(self, history: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is not learned and stands nowhere else, newest first."""
@@ -2049,8 +2049,7 @@ class Turn:
                     for final in finals:
                         store.apply(final)
                 verdict = {"item": item, "score": score, "reason": reason}
-                accepted = reason in ("", "known already")
-                verdicts.append(verdict | {"accepted": accepted})
+                verdicts.append(verdict | {"accepted": reason in ("", "known already")})
             return verdicts
 
         return await self.memory.change(self.user, keep, self.state.id)
@@ -2087,9 +2086,8 @@ class Turn:
         await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
         arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
-        exchanges = await self.memory.run(self.user, *arguments)
         text = ""
-        for session_id, turns in exchanges:
+        for session_id, turns in await self.memory.run(self.user, *arguments):
             text += f"Conversation {session_id}:\n"
             for row in turns:
                 day = row["ended_at"][:10]
