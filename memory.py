@@ -1983,8 +1983,7 @@ class Turn:
             if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
                 return prompt
             if len(turns) > 2:
-                block = self.memory.settings.history_turns
-                turns = turns[min(block, len(turns) - 2) :]
+                turns = turns[min(self.memory.settings.history_turns, len(turns) - 2) :]
             elif hints.facts:
                 hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
             elif hints.said:
