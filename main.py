@@ -462,7 +462,7 @@ class AgentRun:
             del call["index"]
         if calls:
             said: Json = {"role": "assistant", "content": done["response"] or None}
-            if reply.reasoning is not None:  # DeepSeek and Kimi require it back
+            if reply.reasoning:  # DeepSeek and Kimi require it back
                 said["reasoning_content"] = memory.cut(reply.reasoning, context)
             self.body["messages"].append(said | {"tool_calls": calls})
         ended = "tool_calls" if calls else "stop"
@@ -566,9 +566,8 @@ class ReplyParser:
 
     size = 0  # bytes of text, thinking and calls
     held = finish_reason = ""
-    # In a thought; None: at the start or behind one, where another may begin
-    thinking: bool | None = None
-    reasoning: str | None = None  # what came as `reasoning_content`
+    thinking = answering = False  # in a thought; behind all thoughts, in the answer
+    reasoning = ""  # what came as `reasoning_content`
 
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
         self.say, self.max_bytes = say, max_bytes
@@ -604,8 +603,7 @@ class ReplyParser:
         [choice, *_] = chunk.get("choices") or [{}]
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        if delta.get("reasoning_content") is not None:
-            self.reasoning = (self.reasoning or "") + thought
+        self.reasoning += delta.get("reasoning_content") or ""
         text = text_of(delta) or delta.get("refusal") or ""
         self.size += len((thought + text).encode())
         self.say("thinking", thought)
@@ -617,23 +615,16 @@ class ReplyParser:
     def add_text(self, text: str) -> None:
         """Tell text from the thinking before it, whose tags may come in pieces."""
         text, self.held = self.held + text, ""
-        if self.thinking is None:
-            text = text.lstrip()
-            if "<think>".startswith(text):
-                self.held = text
-                return
-            self.thinking = text.startswith("<think>")
-            text = text.removeprefix("<think>")
-        if self.thinking:
-            thought, tag, text = text.partition("</think>")
-            whole = thought if tag else re.sub(r"<(/t?h?i?n?k?)?\Z", "", thought)
-            self.say("thinking", whole)
-            self.held = thought[len(whole) :]
-            if tag:
-                self.thinking = None
-                self.add_text(text)
-        else:
-            self.say("token", text)
+        if not self.answering and (half := re.search(r"<(/?t?h?i?n?k?)?\Z", text)):
+            text, self.held = text[: half.start()], half[0]
+        for part in [text] if self.answering else re.split("(</?think>)", text):
+            if part in ("<think>", "</think>") and not self.answering:
+                self.thinking = part == "<think>"
+            elif self.thinking:
+                self.say("thinking", part)
+            elif part := part if self.answering else part.lstrip():
+                self.answering = True
+                self.say("token", part)
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call it belongs to; it may lack index, id or name."""
