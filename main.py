@@ -497,41 +497,38 @@ class AgentRun:
         """Run calls at the same time; append their results to the messages."""
         messages = self.body["messages"]
         self.take_back()
-        results = await asyncio.gather(*map(self.run_call, calls))
-        self.calls += results
-        for call, result in zip(calls, results):
-            said = {"role": "tool", "content": result["content"]}
-            messages.append(said | {"tool_call_id": call["id"]})
+        messages += await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = settings.max_rounds - self.done["rounds"]
             messages[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
 
-    async def run_call(self, call: Json) -> Json:
-        """Run one call; return it with its result, for the transcript."""
+    async def run_call(self, call: Json) -> Message:
+        """Run one call, with a note for the transcript; return the result's message."""
         began, id, function = time.monotonic(), call["id"], call["function"]
         name, parsed = function["name"], parse_arguments(function["arguments"])
-        arguments = parsed or {}
-        written = json.dumps(arguments, sort_keys=True)
-        key = name, function["arguments"] if parsed is None else written
+        about: Json = {"name": name, "arguments": parsed or {}}
+        note = about | {"ok": False, "content": ""}  # until there is a result
+        self.calls.append(note)
         # In place of what was sent: malformed JSON is refused in every later request,
         # and by OpenAI such names as multi_tool_use.parallel, which its models invent.
-        function["arguments"] = written
+        function["arguments"] = json.dumps(parsed or {}, sort_keys=True)
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         is_plan = self.functions.get(name) == self.plan  # which has an event of its own
         if not is_plan:
-            self.emit("tool_call", id=id, name=name, arguments=arguments)
-        self.seen[key] += 1
+            self.emit("tool_call", id=id, **about)
+        key = name, function["arguments"]
+        self.seen[key] += parsed is not None  # malformed, it may be tried again
         ok, text = False, "Error: the same call was made twice already. Answer now."
         if self.seen[key] < 3:
             limit = settings.tool_timeout
             ok, text = await tools.call_tool(self.functions, name, parsed, limit)
             text = memory.cut(text, await self.service.chat.context())
-        result = {"name": name, "ok": ok, "content": text}
+        note |= {"ok": ok, "content": text}
         if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
-            self.emit("tool_result", id=id, **result, ms=ms)
-        return result | {"arguments": arguments}
+            self.emit("tool_result", id=id, name=name, ok=ok, content=text, ms=ms)
+        return {"role": "tool", "tool_call_id": id, "content": text}
 
 
 def text_of(message: Message) -> str:
