@@ -189,7 +189,7 @@ to_json = partial(pydantic_core.to_json, ensure_ascii=True)
 class EventStream(StreamingResponse):
     """The answer to POST /chat: what its turn emits, sent as it comes.
 
-    The turn runs in its own task, cancelled if the client leaves or reads too slowly.
+    The turn's task is cancelled if the client leaves or reads too slowly.
     """
 
     task: asyncio.Task[None]  # which runs the turn
@@ -324,7 +324,7 @@ NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 class AgentRun:
-    """One turn: its rounds with the model, and what it has come to."""
+    """One turn: its rounds with the model, and what it has come to: the event `done`."""
 
     def __init__(self, service: "Service", events: EventStream):
         self.service, self.events, self.request = service, events, events.request
@@ -334,8 +334,7 @@ class AgentRun:
         self.calls: list[Json] = []  # with results, as saved
         self.seen: Counter[tuple[str, str]] = Counter()  # names and arguments of calls
         self.steps: list[str] = []  # of the plan, as it stands
-        self.usage: Counter[str] = Counter()  # summed over the rounds
-        self.done: Json = {"response": "", "turn": 0, "rounds": 0}  # the event
+        self.done: Json = {"response": "", "turn": 0, "rounds": 0, "usage": None}
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`; it is saved once it has begun."""
@@ -409,7 +408,7 @@ class AgentRun:
     async def answer(self) -> None:
         """Ask the model and run its tools until it answers, in at most MAX_ROUNDS requests.
 
-        The last may not call tools, so there is always an answer. With reasoning (ReAct,
+        The last may call no tools, so there is always an answer. With reasoning (ReAct,
         Yao et al. 2210.03629) the first is a forced call of `plan`. Raises Failure.
         """
         done = self.done
@@ -437,9 +436,9 @@ class AgentRun:
             done["finish_reason"] = "max_rounds"
 
     async def run_round(self, choice: Any) -> list[Json]:
-        """Ask the model once, with a `tool_choice`; stream what it says.
+        """Ask the model once, with a `tool_choice`; stream what it says. Raises Failure.
 
-        Its calls are appended to the messages, and returned. Raises Failure.
+        Its calls are appended to the messages, and returned.
         """
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
@@ -450,8 +449,9 @@ class AgentRun:
         context = await chat.context()
         reply = ReplyParser(self.say, max_bytes=4 * context)
         await chat.request("chat/completions", request, self.request.options, reply)
-        self.usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
-        done["usage"] = self.usage or None
+        usage: Counter[str] = Counter(done["usage"])
+        usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
+        done["usage"] = usage or None
         written = [] if reply.calls else calls_in_text(done["response"], self.functions)
         for piece in written:
             self.take_back()
@@ -843,7 +843,7 @@ PARTS = {  # of a request that an endpoint may refuse → how its error names it
     "max_tokens": "max_tokens",
     "encoding_format": "encoding_format",
     "json_schema": "json.schema|response.(format|schema)|guided|grammar|structured output",
-    "json_object": "json_object|response_format",
+    "response_format": "json_object|response_format",  # for which it has become one
     "tool_choice": "tool.choice|function call",  # a forced one
     "tools": "tools|tool (call|use)|tool.choice|function call",
 }
@@ -852,10 +852,9 @@ PARTS = {  # of a request that an endpoint may refuse → how its error names it
 def without(body: Json, part: str) -> Json:
     """Return a request without a part; as it is where that is not in it, or is needed."""
     less = dict(body)
-    if less.get("response_format", {}).get("type") == part:
-        del less["response_format"]
-        if part == "json_schema":
-            less["response_format"] = {"type": "json_object"}
+    form = less.get("response_format", {}).get("type")
+    if part == form == "json_schema":
+        less["response_format"] = {"type": "json_object"}
     elif less.get(part) != "none":  # a tool_choice that must stay
         less.pop(part, None)
     if "tools" not in less:
