@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,10 +86,8 @@ class Settings(memory.Settings):
 
 
 try:
-    given: Json = {
-        n.lower(): text for n, text in os.environ.items() if text and n.isupper()
-    }
-    settings = Settings(**given)  # which takes what it knows
+    given: Json = {f.name: os.environ.get(f.name.upper()) for f in fields(Settings)}
+    settings = Settings(**{name: text for name, text in given.items() if text})
     memory.make_folder(settings.data_dir)
 except pydantic.ValidationError as error:
     wrong = error.errors()[0]
@@ -457,12 +455,15 @@ class AgentRun:
             self.take_back()
             reply.add_piece(piece)
         calls = [] if choice == "none" else reply.calls
+        ids = Counter(call["id"] for call in calls)
         for call in calls:
+            if not call["id"] or ids[call["id"]] > 1:
+                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             call["function"]["arguments"] = call["function"]["arguments"] or "{}"
             del call["index"]
         if calls:
             said: Json = {"role": "assistant", "content": done["response"] or None}
-            if reply.reasoning:  # DeepSeek and Kimi require it back
+            if reply.reasoning is not None:  # DeepSeek and Kimi require it back
                 said["reasoning_content"] = memory.cut(reply.reasoning, context)
             self.body["messages"].append(said | {"tool_calls": calls})
         ended = "tool_calls" if calls else "stop"
@@ -510,15 +511,16 @@ class AgentRun:
         about: Json = {"name": name, "arguments": parsed or {}}
         note = about | {"ok": False, "content": ""}  # until there is a result
         self.calls.append(note)
+        written = json.dumps(parsed or {}, sort_keys=True)
+        key = name, function["arguments"] if parsed is None else written
+        self.seen[key] += 1
         # In place of what was sent: malformed JSON is refused in every later request,
         # and by OpenAI such names as multi_tool_use.parallel, which its models invent.
-        function["arguments"] = json.dumps(parsed or {}, sort_keys=True)
+        function["arguments"] = written
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         is_plan = self.functions.get(name) == self.plan  # which has an event of its own
         if not is_plan:
             self.emit("tool_call", id=id, **about)
-        key = name, function["arguments"]
-        self.seen[key] += parsed is not None  # malformed, it may be tried again
         ok, text = False, "Error: the same call was made twice already. Answer now."
         if self.seen[key] < 3:
             limit = settings.tool_timeout
@@ -564,7 +566,7 @@ class ReplyParser:
     size = 0  # bytes of text, thinking and calls
     held = finish_reason = ""
     thinking = answering = False  # in a thought; behind all thoughts, in the answer
-    reasoning = ""  # what came as `reasoning_content`
+    reasoning: str | None = None  # what came as `reasoning_content`
 
     def __init__(self, say: Callable[[str, str], None], max_bytes: int):
         self.say, self.max_bytes = say, max_bytes
@@ -600,7 +602,8 @@ class ReplyParser:
         [choice, *_] = chunk.get("choices") or [{}]
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        self.reasoning += delta.get("reasoning_content") or ""
+        if delta.get("reasoning_content") is not None:
+            self.reasoning = (self.reasoning or "") + thought
         text = text_of(delta) or delta.get("refusal") or ""
         self.size += len((thought + text).encode())
         self.say("thinking", thought)
@@ -634,8 +637,6 @@ class ReplyParser:
         calls = [one for one in self.calls if index is None or one["index"] in among]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
-            if id in ("", *(call["id"] for call in self.calls)):
-                id = uuid.uuid4().hex[:9]  # Mistral's templates want 9 signs
             made = {"name": name, "arguments": ""}
             call = {"index": index, "id": id, "type": "function", "function": made}
             calls = [piece | call]  # Gemini requires its `extra_content` back
@@ -1135,7 +1136,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         options.pop("tool_choice", None)
     user, session = body.user or "", ""
     named = (body.metadata or {}).get("session_id")
-    named = str(named or request.headers.get("X-Session-Id", ""))
+    named = str(named or request.headers.get("X-Session-Id", "")).strip()
     # Not "off" alone: Open WebUI can put the name of its task there.
     on = request.headers.get("X-Memory", "").lower() in ("", "on")
     if user and queries and on and body.store is not False:
@@ -1167,9 +1168,13 @@ async def memory_history(user: Owner, id: str) -> Json:
 
 
 @app.delete("/users/{user_id}/memories/{id}", status_code=204)
-@app.delete("/users/{user_id}/memories", status_code=204)
-async def delete_memories(user: Owner, id: str | None = None) -> None:
+async def delete_memory(user: Owner, id: str) -> None:
     await service().memory.user_data(user, memory.delete_facts, id)
+
+
+@app.delete("/users/{user_id}/memories", status_code=204)
+async def delete_memories(user: Owner) -> None:
+    await service().memory.user_data(user, memory.delete_facts)
 
 
 @app.get("/users/{user_id}/sessions")

@@ -381,7 +381,7 @@ class Locks:
         except OSError:
             # GlusterFS does not open a descriptor again that holds locks.
             if len(self.tasks) == 1:  # else others may hold some
-                new = os.open(self.path, os.O_RDWR)
+                new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 os.close(self.file)
                 self.file = new
             raise
@@ -413,6 +413,8 @@ hers him his how if into it its just ll m me more most no nor not on or our ours
 should so some such t than that theirs them then there these this those too us ve very was
 we were what when where which while who whom why will with would you your yours"""
 STOP = LITTLE.union(STOP_WORDS.split())  # also what says little in a query
+SHORT = "|".join(word.upper() for word in STOP if len(word) < 3 and word != "i")
+CAPITALS = re.compile(rf"\b({SHORT})\b")
 # Written without spaces between words, or (Korean) with endings: searched by pairs of letters.
 UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
 # Symbols tell C++ from C# and one emoji from another.
@@ -575,7 +577,8 @@ class Transcript:
     @classmethod
     def parse(cls, content: bytes) -> "Transcript":
         tables = pydantic_core.from_json(content)
-        parsed = cls(tables["turns"], **tables["summary"]["1"])
+        turns = dict(sorted(tables["turns"].items(), key=lambda item: int(item[0])))
+        parsed = cls(turns, **tables["summary"]["1"])
         if [row["turn"] for row in parsed.turns.values()] != [*parsed.turns]:
             raise ValueError("turns do not stand under their numbers")
         return parsed
@@ -963,18 +966,19 @@ class FactStore:
             return
         text, seen = operation["text"], turn.row["ended_at"]
         new = {"kind": operation["kind"], "importance": operation["importance"]}
-        new.update(source=turn.key, frequency=1, created_at=seen, last_seen_at=seen)
+        new |= {"source": turn.key, "last_seen_at": seen}
         twin = find_duplicate(facts, text)
         if twin and twin["id"] != id:
             if twin["source"] != turn.key:
                 # Not by Mem0: its metadata update would make a row of history.
-                often = twin["frequency"] + 1
+                often, seen = twin["frequency"] + 1, max(seen, twin["last_seen_at"])
                 facts[twin["id"]] = {**twin, "frequency": often, "last_seen_at": seen}
             elif id:  # the turn's own tool has stored it already, in place of this one
                 self.mem0.delete(id)
         elif id:
-            self.mem0.update(id, text, metadata=new)  # which leaves `created_at`
+            self.mem0.update(id, text, metadata=new)
         else:
+            new |= {"frequency": 1, "created_at": seen}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def forget(self, id: str, words: set[str]) -> str:
@@ -1061,8 +1065,8 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
-    # In capitals they are no little words: the A of a blood type, "IT", "US", "LA".
-    text = re.sub(r"\b([ADEMOST]|IT|LA|US)\b", r"\1\1", text)
+    # In capitals they are no little words: "IT", "US", the A of a blood type.
+    text = CAPITALS.sub(r"\1\1", text)
     return [stem(word) for word in split_words(text) if word not in little]
 
 
@@ -1118,15 +1122,16 @@ def final_forms(
         return []  # NaN is not >= 0.2 either
     if not said & new and alnum(text) in alnum(turn.row["response"]):
         return []  # the assistant's own words
-    if op == "update" and (known in ("", text) or not (said & old or new - old)):
-        return []  # there is no such fact, or nothing new, or the user named nothing of it
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
+    unchanged = finals[0]["text"] == known or not (said & old or new - old)
+    if op == "update" and (not fact or unchanged):
+        return []  # also where the user names nothing of it, and it says no more
     # It replaces a fact if both share a word and the things they tell of, or begin alike
     # ("User has") and the user names the old one. A name at the beginning is no such word
     # ("Eva is pregnant"), a verb is ("Likes tea").
-    shared = new & key_words(re.sub(r"^[A-Z]\w*[^\Ws] ", "", known))
+    shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", known))
     alike = said & old and text.split()[:2] == known.split()[:2]
     things = key_words(" ".join(THING.findall(f"{text}|{known}")))
     if op == "update" and (shared or alike) and things <= shared:
@@ -1263,7 +1268,7 @@ MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 QUOTED = re.compile(r"""(?sx)(?<!\w)(["'`]{1,3})(?:(?!\1).){30,}\1(?!\w)
 |[“„«][^“”„«»]{30,}[”»]""")
 # What a fact tells of: "friend" in "User's best friend Amy works at Lidl"
-THING = re.compile(r"""(?x)(?:The\s)?[Uu]ser['’]s\s(?:[\w -]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
+THING = re.compile(r"""(?x)(?:^|\|)(?:The\s)?[Uu]ser['’]s\s(?:[\w -]+?\s)??([a-z-]+)(?:\s[A-Z][\w-]*)*
 (?:['’]s?\b|\s(?:\w*[^\Ws]s|are|were|had|of|to|in|at|on|for|from)\b)""")
 NAME = r"[^\Wa-z_](?:[\w+#.-]*[\w+#])?(?:\s[^\Wa-z_][\w+#-]*)?"
 ITEMS = NAME, r"(?:an?\s)?[\w+#-]+"
