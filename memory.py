@@ -1818,8 +1818,9 @@ class Learner:
         if operations is None:
             log.error("a turn gave three bad answers and counts as learned")
             self.given_up += 1
-        for session_id in {turn.session_id for turn in batch}:
-            await self.summarize(user, session_id)
+        if self.memory.settings.summaries:
+            for session_id in {turn.session_id for turn in batch}:
+                await self.summarize(user, session_id)
         return None
 
     async def propose(
@@ -1883,7 +1884,7 @@ class Learner:
         old = transcript.unfolded()[:-keep]
         if len(old) > 3 * keep:
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-        if len(old) <= keep or not self.memory.settings.summaries:
+        if len(old) <= keep:
             return
         limit = self.context_tokens // 2  # bytes: a third as many tokens
         size = limit // len(old) // 2
