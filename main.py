@@ -878,9 +878,9 @@ class Service:
         model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(key, url, model)
         self.endpoints = {"CHAT_MODEL": self.chat}  # by the setting of the model
-        model = settings.embedding_model
+        key, model = settings.embedding_api_key or key, settings.embedding_model
         if own_url:
-            key, url = settings.embedding_api_key or key or "EMPTY", own_url
+            key, url = key or "EMPTY", own_url
         elif not url:
             model = model or "text-embedding-3-small"
         if key and (own_url or model):

@@ -1158,6 +1158,7 @@ def final_texts(text: str, time: str) -> list[str]:
     for words, days in (DAYS | next_week).items():  # which weak models leave
         date = at + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
+    text = re.sub(r"\b(by|until|since) on (?=\d)", r"\1 ", text)
     match = LIST.fullmatch(text)
     if not match or not match["names"]:
         return [text]

@@ -1819,7 +1819,7 @@ def test_tomorrow_is_stored_as_a_date_and_names_in_a_list_apart():
         found = memory.admit([add(text, "as I said")], [], heard("as I said"), {})
         return [one["text"] for one in found]
 
-    assert kept("Out next Monday, next Sunday") == ["Out on 2026-11-23, on 2026-11-29"]
+    assert kept("Out next Sunday, by tomorrow") == ["Out on 2026-11-29, by 2026-11-22"]
     days = "the day before yesterday, the day after tomorrow"
     swam = f"User swam yesterday, on today, {days}; tomorrow's off."
     dates = ", ".join(f"on 2026-11-{day}" for day in (20, 21, 19, 23))
