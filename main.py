@@ -96,7 +96,8 @@ except OSError as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_UNREAD = 1 << 20  # bytes held for a slow client
-READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
+MAX_SENT = 1 << 16  # bytes at once, of which it must take some in READ_TIMEOUT
+READ_TIMEOUT = 60.0  # seconds
 PING_AFTER = 15.0  # seconds of silence
 LOOK_AFTER = 10.0  # seconds until the models are listed again
 SYSTEM = """\
@@ -173,7 +174,8 @@ class Failure(HTTPException):
         self.code, self.cause = code, cause
 
     def __repr__(self) -> str:
-        return f"{self.code}: {self.detail} {self.cause[:300]}"
+        # Some endpoints quote the key, or what the user said
+        return f"{self.code}: {self.detail} {memory.redact(self.cause)[:200]}"
 
 
 class RejectedRequest(Failure, memory.RequestRefused):
@@ -191,6 +193,7 @@ class EventStream(StreamingResponse):
     """
 
     task: asyncio.Task[None]  # which runs the turn
+    started = False  # the status is sent
     ended = False  # `done` or `error` was emitted, or nobody is there to read it
 
     def __init__(self, request: TurnRequest, media_type: str = "application/x-ndjson"):
@@ -218,13 +221,14 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         except (TimeoutError, asyncio.CancelledError):
             log.warning("an answer was cut: nobody reads it, or the service stops")
+            if not self.started:
+                raise HTTPException(503, "The service stops.") from None
         finally:
             self.ended = True
             self.unsent.clear()
             self.task.cancel()
 
     async def stream_response(self, send: Send) -> None:
-        started = False
         while self.unsent or not self.ended:
             try:
                 async with asyncio.timeout(PING_AFTER):
@@ -233,15 +237,18 @@ class EventStream(StreamingResponse):
                 self.emit("ping")
                 continue
             self.ready.clear()
-            body, more = bytes(self.unsent), not self.ended
+            body = bytes(self.unsent[:MAX_SENT])
+            more = len(body) < len(self.unsent) or not self.ended
             async with asyncio.timeout(READ_TIMEOUT):
-                if not started:  # the first event decides on the status
+                if not self.started:  # the first event decides on the status
                     head = {"status": self.status_code, "headers": self.raw_headers}
                     await send({"type": "http.response.start", **head})
-                    started = True
+                    self.started = True
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
             del self.unsent[: len(body)]
+            if self.unsent:
+                self.ready.set()
 
 
 class OpenAIStream(EventStream):
@@ -736,7 +743,7 @@ class Endpoint:
             begun = reply and reply.size  # words that are out are not said again
             if last or begun or failure.code != "upstream_unavailable":
                 raise failure
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5 if reply else 0)  # a search may not wait
 
     async def send(self, path: str, body: Json, given: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
@@ -789,7 +796,7 @@ class Endpoint:
             before = self.failure
             try:
                 found = (await asyncio.wait_for(self.request("models", {}), 2))["data"]
-                self.sizes = {m["id"]: m.get("max_model_len") for m in found}
+                self.sizes = {m["id"]: int(m.get("max_model_len") or 0) for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
             except Failure as error:
                 # Some have no list of models, and work.
@@ -1002,6 +1009,9 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
         if not formed and path_of(scope) not in OPEN:  # whose it is, `owner` checks
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
+        # Decoded before the routes see it: the name "Ann/memories" would be one.
+        if b"%2f" in scope["raw_path"].lower():
+            raise HTTPException(422, "A name has no slash.")
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers
         # (DNS rebinding). Two: h11 refuses them, other servers do not.
         hosts = headers.getlist("Host")

@@ -572,7 +572,7 @@ class Transcript:
 
     turns: dict[int, TurnRow] = field(default_factory=dict)  # by number
     summary: str = ""  # of what stands before
-    turn: int = 0  # the last that the summary holds
+    turn: NonNegativeInt = 0  # the last that the summary holds
 
     @classmethod
     def parse(cls, content: bytes) -> "Transcript":
@@ -628,6 +628,7 @@ class State:
         tables = pydantic_core.from_json(content)
         rows = {name: [*table.values()] for name, table in tables.items()}
         [user] = rows["user"]
+        user["id"][0]  # raises where it has none
         facts = {row["id"]: row for row in rows["facts"]}
         learned = {row["session_id"]: row["turn"] for row in rows["learned"]}
         return cls(**user, facts=facts, learned=learned, history=rows["history"])
@@ -1799,13 +1800,10 @@ class Learner:
         try:
             operations = await self.propose(user, state, batch, troubles[smaller] > 1)
             self.answered = True
-            self.memory.note("learning", failed=False)
         except NoAnswer as error:
             log.warning("no answer while learning: %r", error)
             refused = isinstance(error, RequestRefused)
             bad_answer = isinstance(error, BadAnswer)
-            if not bad_answer:
-                self.memory.note("learning", failed=True)
             if refused and troubles[smaller] < 2:
                 troubles[smaller] += 1
             # Refused even so: it is this turn, if others are answered.
@@ -1821,7 +1819,10 @@ class Learner:
             self.given_up += 1
         if self.memory.settings.summaries:
             for session_id in {turn.session_id for turn in batch}:
-                await self.summarize(user, session_id)
+                try:
+                    await self.summarize(user, session_id)
+                except NoAnswer as error:  # it is tried again after the next turn
+                    log.warning("no summary: %r", error)
         return None
 
     async def propose(
@@ -1906,14 +1907,17 @@ class Learner:
             await self.summarize(user, session_id)  # there may be more
 
     async def ask(self, prompt: list[Message], form: Row, key: str, kind: type) -> Any:
-        """Return one field of the model's answer. Raises NoAnswer."""
+        """Return one field of the model's answer, and note whether it gave one. Raises NoAnswer."""
         try:
             answer = await self.complete(prompt, form)
-        except NoAnswer:
-            raise
         except Exception as error:  # whatever kept the endpoint from answering
+            self.memory.note("learning", failed=True)
+            if isinstance(error, NoAnswer):
+                raise
             raise NoAnswer(repr(error)) from error
-        return parse_answer(answer, key, kind)
+        found = parse_answer(answer or "", key, kind)
+        self.memory.note("learning", failed=False)
+        return found
 
 
 def find_markers(folder: Path) -> Counter[str]:
@@ -2027,7 +2031,9 @@ class Turn:
         k = max(1, min(k, 20))
         facts, _ = await self.memory.search(self.user, query, k)
         lines = [f"- {one_line(fact['text'])}" for fact in facts]
-        lines += [f'- just said: "{text}"' for text in self.just_said()[:k]]
+        words, said = key_words(query), self.just_said()
+        said.sort(key=lambda text: not words & key_words(text))
+        lines += [f'- just said: "{text}"' for text in said[:k]]
         return "\n".join(lines) or "Nothing is known about the user that bears on this."
 
     async def propose_memory(self, items: list[str]) -> list[Row]:
@@ -2041,7 +2047,7 @@ class Turn:
             turn = Unlearned(self.session_id, row | {"ended_at": now()})
             said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
             verdicts = []
-            for item in map(one_line, items[:20]):
+            for item in map(one_line, items):
                 finals = final_forms({"op": "add", "text": item}, {}, turn, None)
                 words, facts, reason = key_words(item), store.state.facts, ""
                 score = round(len(words & said) / max(1, len(words)), 2)
