@@ -262,7 +262,8 @@ class FileCache:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Path, tuple[Any, Any]] = {}  # stamp and value, by last use
+        # By last use: version (a stamp, or another tuple whose second is a size), value
+        self.kept: dict[Path, tuple[Any, Any]] = {}
         self.size = 0  # of them all, in bytes
         self.lock = threading.RLock()  # threads of several users come here
 
@@ -283,19 +284,19 @@ class FileCache:
         replace_file(path, value.dump())
         self.keep(path, stamp(path), value)
 
-    def get(self, path: Path, stamp: Any, make: Callable[[], T]) -> T:
-        """Return what is kept with this stamp; where nothing is, make and keep it."""
+    def get(self, path: Path, version: Any, make: Callable[[], T]) -> T:
+        """Return what is kept in this version; where nothing is, make and keep it."""
         kept = self.kept.get(path)
-        value = kept[1] if kept and kept[0] == stamp else make()
-        return self.keep(path, stamp, value)
+        value = kept[1] if kept and kept[0] == version else make()
+        return self.keep(path, version, value)
 
-    def keep(self, path: Path, stamp: Any, value: T) -> T:
+    def keep(self, path: Path, version: Any, value: T) -> T:
         """Keep a value and return it; forget what was not used for longest, to make room."""
         with self.lock:
             self.forget(path)
-            if stamp[1] < CACHE_BYTES // 2:  # else it would drive out all others
-                self.kept[path] = stamp, value
-                self.size += stamp[1] + 2000  # objects for a small file are larger
+            if version[1] < CACHE_BYTES // 2:  # else it would drive out all others
+                self.kept[path] = version, value
+                self.size += version[1] + 2000  # objects for a small file are larger
             while self.size > CACHE_BYTES:
                 self.forget(next(iter(self.kept)))
         return value
@@ -735,7 +736,7 @@ class UserFiles:
         marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
         paths = map(self.path, ["memory", session_id, *marked])
         kept = self.cache.kept
-        return all(kept.get(path, [0])[0] == stamp(path) for path in paths)
+        return all(path in kept and kept[path][0] == stamp(path) for path in paths)
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
@@ -828,9 +829,8 @@ class IndexedFiles(UserFiles):
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
-        files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        # `keep` reads the size in second place, as in a stamp.
-        version = files, sum(each[1] for each in files if each), self.model
+        stamps = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
+        version = stamps, sum(one[1] for one in stamps if one), self.model
         index = self.cache.get(self.folder, version, lambda: self.index(FACTS))
         hits = index.search(query, vector, k, cutoff)
         return [{**facts[entry.key], "score": score} for score, entry in hits]
