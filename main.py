@@ -47,9 +47,7 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-Key = Annotated[
-    str, StringConstraints(strip_whitespace=True, min_length=1, pattern="^.+$")
-]
+Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern="^.+$")]
 
 
 def without_password(url: HttpUrl) -> HttpUrl:
