@@ -744,18 +744,17 @@ class Endpoint:
         not 6.0).
         """
         now = time.monotonic()
-        for part in PARTS:
-            body = without(body, part) if now < self.unsupported.get(part, 0) else body
-        # Nobody waits for learning and summaries, which are not streamed.
-        patience = 5 if "messages" in body and not body.get("stream") else 1
+        for part in [part for part, end in self.unsupported.items() if now < end]:
+            body = without(body, part)
+        limit = settings.upstream_timeout
+        if "messages" in body and not body.get("stream"):
+            limit *= 5  # nobody waits for learning and summaries
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
             data=to_json(body | given) if body else None,
             # Not `sock_connect`: the look-up of the name would have no limit.
-            timeout=aiohttp.ClientTimeout(
-                connect=5, sock_read=settings.upstream_timeout * patience
-            ),
+            timeout=aiohttp.ClientTimeout(connect=5, sock_read=limit),
             allow_redirects=False,  # one would carry prompts elsewhere
         )
         if response.status < 300:
