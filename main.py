@@ -707,21 +707,21 @@ class Endpoint:
         self.looked = -float("inf")  # when last, in seconds
 
     async def request(
-        self, path: str, body: Json, given: Json | None = None, reply: Any = None
+        self, path: str, body: Json, options: Json | None = None, reply: Any = None
     ) -> Any:
         """Return an answer's JSON, or let `reply` read it. Raises Failure.
 
-        Without a body it is a GET; `given` is a client's own part of the body.
+        Without a body it is a GET; `options` are a client's own part of the body.
         """
         if not self.key:
             raise Failure("upstream_unavailable", detail=NOT_CONFIGURED)
         for last in (False, True):
             try:
-                async with await self.send(path, body, given or {}) as answer:
+                async with await self.send(path, body, options or {}) as answer:
                     self.failure = None  # here: a client may leave before it is read
-                    return await (
-                        reply.read(answer) if reply else answer.json(content_type=None)
-                    )
+                    if reply:
+                        return await reply.read(answer)
+                    return await answer.json(content_type=None)
             except Failure as error:
                 failure = error
             except BROKEN as error:
@@ -731,12 +731,12 @@ class Endpoint:
                 code = "upstream_timeout" if slow else "upstream_unavailable"
                 failure = Failure(code, repr(error))
             self.failure = None if isinstance(failure, RejectedRequest) else failure
-            begun = reply and reply.size  # words that are out are not said again
-            if last or begun or failure.code != "upstream_unavailable":
+            streamed = reply and reply.size  # words that are out are not said again
+            if last or streamed or failure.code != "upstream_unavailable":
                 raise failure
             await asyncio.sleep(0.5)
 
-    async def send(self, path: str, body: Json, given: Json) -> Any:
+    async def send(self, path: str, body: Json, options: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
 
         A part that is refused is left out of all requests for ten minutes. By aiohttp
@@ -752,7 +752,7 @@ class Endpoint:
         response = await self.http.request(
             "POST" if body else "GET",
             f"{self.url}/{path}",
-            data=to_json(body | given) if body else None,
+            data=to_json(body | options) if body else None,
             # Not `sock_connect`: the look-up of the name would have no limit.
             timeout=aiohttp.ClientTimeout(connect=5, sock_read=limit),
             allow_redirects=False,  # one would carry prompts elsewhere
@@ -767,9 +767,9 @@ class Endpoint:
                 break
         else:
             raise failure
-        response = await self.send(path, less, given)
+        response = await self.send(path, less, options)
         # A refused "none" says nothing of calls, and a client's own part is its own affair.
-        if body.get("tool_choice") != "none" and not any(n in cause for n in given):
+        if body.get("tool_choice") != "none" and not any(n in cause for n in options):
             log.warning("the endpoint refuses %s: left out for ten minutes", part)
             self.unsupported[part] = now + 600
         return response
