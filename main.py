@@ -744,8 +744,9 @@ class Endpoint:
         not 6.0).
         """
         now = time.monotonic()
-        for part in [part for part, end in self.unsupported.items() if now < end]:
-            body = without(body, part)
+        for part, end in self.unsupported.items():
+            if now < end:
+                body = without(body, part)
         limit = settings.upstream_timeout
         if "messages" in body and not body.get("stream"):
             limit *= 5  # nobody waits for learning and summaries
