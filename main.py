@@ -413,14 +413,15 @@ class AgentRun:
             return
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for rounds in range(1, settings.max_rounds + 1):
-            capped = rounds == settings.max_rounds or max([0, *self.seen.values()]) > 2
-            choice = "none" if capped else choice
+            repeated = max(self.seen.values(), default=0) > 2
+            must_end = repeated or rounds == settings.max_rounds
+            choice = "none" if must_end else choice
             if calls := await self.run_round(choice):
                 await self.run_calls(calls)
                 choice = None
                 continue
-            ended = done["finish_reason"] == "stop"  # or else at its greatest length
-            if not (ended and NO_ANSWER.fullmatch(done["response"])):
+            whole = done["finish_reason"] == "stop"  # or else at its greatest length
+            if not (whole and NO_ANSWER.fullmatch(done["response"])):
                 break
             self.take_back()
             if choice == "none":
@@ -428,7 +429,7 @@ class AgentRun:
                 self.say("token", good[-1]["content"] if good else SORRY)
                 break
             choice = "none"
-        if capped and ended and rounds > 1:
+        if must_end and whole and rounds > 1:
             done["finish_reason"] = "max_rounds"
 
     async def run_round(self, choice: Any) -> list[Json]:
@@ -448,10 +449,10 @@ class AgentRun:
         usage: Counter[str] = Counter(done["usage"])
         usage.update({k: n for k, n in reply.usage.items() if isinstance(n, int)})
         done["usage"] = usage or None
-        written = [] if reply.calls else calls_in_text(done["response"], self.functions)
-        for piece in written:
-            self.take_back()
-            reply.add_piece(piece)
+        if not reply.calls:
+            for piece in calls_in_text(done["response"], self.functions):
+                self.take_back()
+                reply.add_piece(piece)
         calls = [] if choice == "none" else reply.calls
         ids = Counter(call["id"] for call in calls)
         for call in calls:
@@ -509,12 +510,12 @@ class AgentRun:
         about: Json = {"name": name, "arguments": parsed or {}}
         note = about | {"ok": False, "content": ""}  # until there is a result
         self.calls.append(note)
-        written = json.dumps(parsed or {}, sort_keys=True)
-        key = name, function["arguments"] if parsed is None else written
+        well_formed = json.dumps(parsed or {}, sort_keys=True)
+        key = name, (function["arguments"] if parsed is None else well_formed)
         self.seen[key] += 1
         # In place of what was sent: malformed JSON is refused in every later request,
         # and by OpenAI such names as multi_tool_use.parallel, which its models invent.
-        function["arguments"] = written
+        function["arguments"] = well_formed
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         is_plan = self.functions.get(name) == self.plan  # which has an event of its own
         if not is_plan:
