@@ -563,7 +563,7 @@ class ReplyParser:
     """
 
     size = 0  # bytes of text, thinking and calls
-    held = finish_reason = ""
+    half_tag = finish_reason = ""
     thinking = answering = False  # in a thought; behind all thoughts, in the answer
     reasoning: str | None = None  # what came as `reasoning_content`
 
@@ -592,7 +592,7 @@ class ReplyParser:
                 raise
         if not self.finish_reason:  # it has answered, and so counts as reachable
             raise RejectedRequest("upstream_unavailable", "the answer broke off")
-        self.say("thinking" if self.thinking else "token", self.held)
+        self.say("thinking" if self.thinking else "token", self.half_tag)
 
     def feed(self, chunk: Json) -> None:
         if chunk.get("error") or chunk.get("object") == "error":
@@ -613,9 +613,9 @@ class ReplyParser:
 
     def add_text(self, text: str) -> None:
         """Tell text from the thinking before it, whose tags may come in pieces."""
-        text, self.held = self.held + text, ""
+        text, self.half_tag = self.half_tag + text, ""
         if not self.answering and (half := re.search(r"<(/?t?h?i?n?k?)?\Z", text)):
-            text, self.held = text[: half.start()], half[0]
+            text, self.half_tag = text[: half.start()], half[0]
         for part in [text] if self.answering else re.split("(</?think>)", text):
             if part in ("<think>", "</think>") and not self.answering:
                 self.thinking = part == "<think>"
@@ -632,8 +632,7 @@ class ReplyParser:
         text = function.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         self.size += len(name + text)
-        among = (None, index)
-        calls = [one for one in self.calls if index is None or one["index"] in among]
+        calls = [c for c in self.calls if index is None or c["index"] in (None, index)]
         # Some servers put every call under one index or under none, some repeat the name.
         if name and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
@@ -720,9 +719,9 @@ class Endpoint:
             try:
                 async with await self.send(path, body, options or {}) as answer:
                     self.failure = None  # here: a client may leave before it is read
-                    if reply:
-                        return await reply.read(answer)
-                    return await answer.json(content_type=None)
+                    return await (
+                        reply.read(answer) if reply else answer.json(content_type=None)
+                    )
             except Failure as error:
                 failure = error
             except BROKEN as error:
