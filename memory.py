@@ -334,7 +334,7 @@ class Locks:
     def __init__(self, path: Path):
         self.path, self.loop = path, asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        self.local: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self.owners = 0  # memories that use it
         # A pool of our own: tools that hang must not keep turns from being saved. In each
         # of its threads FAISS uses one thread: to wake more took 4 ms a search.
@@ -361,8 +361,9 @@ class Locks:
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
         """Hold a lock; OSError: none can be had."""
-        offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
-        async with self.tasks.setdefault(offset, asyncio.Lock()):
+        digest = hashlib.sha256(name.encode()).digest()
+        offset = int.from_bytes(digest[:8], "big") >> 2  # 62 bits: a place in a file
+        async with self.local.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
             while not self.try_lock(offset):
                 await asyncio.sleep(pause)
@@ -381,7 +382,7 @@ class Locks:
             return False
         except OSError:
             # GlusterFS does not open a descriptor again that holds locks.
-            if len(self.tasks) == 1:  # else others may hold some
+            if len(self.local) == 1:  # else others may hold some
                 new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 os.close(self.file)
                 self.file = new
@@ -592,7 +593,7 @@ class Transcript:
     def dump(self) -> bytes:
         return pydantic_core.to_json(self.tables())  # in a third of the time json takes
 
-    def unfolded(self) -> list[TurnRow]:
+    def verbatim(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
         return [row for row in self.turns.values() if row["turn"] > self.turn]
 
@@ -1878,10 +1879,10 @@ class Learner:
         await self.memory.change(user, apply_all)
 
     async def summarize(self, user: str, session_id: str) -> None:
-        """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
+        """Put the oldest turns of a long session into its summary. Raises NoAnswer."""
         run, keep = self.memory.run, self.memory.settings.history_turns
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[:-keep]
+        old = transcript.verbatim()[:-keep]
         if len(old) > 3 * keep:
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
         if len(old) <= keep:
@@ -1896,7 +1897,7 @@ class Learner:
 
         def write_summary(files: UserFiles) -> None:
             newest = files.transcript(session_id)
-            if newest.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
+            if newest.verbatim()[: len(old)] == old:  # it was not deleted meanwhile
                 new = replace(newest, summary=cut(summary, 8000), turn=old[-1]["turn"])
                 files.cache.write(files.path(session_id), new)
 
@@ -1936,7 +1937,7 @@ class Turn:
         self.memory, self.user, self.session_id = memory, user, session_id
         self.number, self.state, transcript, self.unlearned = begun
         self.summary = transcript.summary
-        self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
+        self.turns = [row for row in transcript.verbatim() if row["status"] != "error"]
 
     async def hints(self, message: str, history: Iterable[str] = ()) -> Hints:
         """Return what the user's memory has to say to a message.
