@@ -911,10 +911,11 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
         # Forgotten and learned again, the same words stand under two ids.
         rows = fact_history(files, fact_id)
         gone = {row[part] for row in rows for part in ("old_memory", "new_memory")}
+        gone.discard(None)
         state.history[:] = [
             row
             for row in state.history
-            if not gone & {row["old_memory"], row["new_memory"]} - {None}
+            if not gone & {row["old_memory"], row["new_memory"]}
         ]
         state.facts.pop(fact_id, None)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
@@ -2073,14 +2074,13 @@ class Turn:
             facts = store.state.facts.values()
             shared = [len(words & key_words(fact["text"])) for fact in facts]
             most = max(shared, default=0)
-            fits = [f for f, n in zip(facts, shared) if n == most > len(words) / 2]
-            if len(fits) != 1:
+            fits = [fact for fact, n in zip(facts, shared) if n == most]
+            if len(fits) != 1 or most <= len(words) / 2:
                 return ""
             rest = store.forget(fits[0]["id"], words)
-            return f"Forgotten: {fits[0]['text']}" + (rest and f" Left: {rest}")
+            return f"Forgotten: {fits[0]['text']}" + (f" Left: {rest}" if rest else "")
 
-        forgotten = await self.memory.change(self.user, forget, self.state.id)
-        if forgotten:
+        if forgotten := await self.memory.change(self.user, forget, self.state.id):
             return forgotten
         self.listed = True
         candidates = await self.fetch_memory(query)
