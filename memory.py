@@ -1067,7 +1067,7 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
-    # In capitals they are no little words: "IT", "US", the A of a blood type.
+    # Doubled, so that they are no little words: "IT", "US", the A of a blood type
     text = CAPITALS.sub(r"\1\1", text)
     return [stem(word) for word in split_words(text) if word not in little]
 
@@ -1103,10 +1103,11 @@ def admit(
             if is_said(operation.get("evidence"), turn.row["query"]):
                 finals += final_forms(operation, fact, turn, nearest.get(turn.key))
                 break
-    # The last turn counts. Within one, an update takes the place of a delete: weak models
-    # say "I left Shell": delete 0, "I'm with Total": update 0. An addition has no id.
+    # Of all that is to happen to a fact only the last does; an update comes after a delete
+    # of its turn: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
     finals.sort(key=lambda one: (turns.index(one["turn"]), one["op"] != "delete"))
-    return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
+    by_fact = {one.get("id", n): one for n, one in enumerate(finals)}  # add: by place
+    return [*by_fact.values()]
 
 
 def final_forms(
@@ -1114,8 +1115,8 @@ def final_forms(
 ) -> list[Operation]:
     """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
     op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
-    known = fact.get("text", "")
-    said, old, new = map(key_words, (turn.row["query"], known, text))
+    current = fact.get("text", "")
+    said, old, new = map(key_words, (turn.row["query"], current, text))
     if op == "delete" and fact and (said & old or fact["id"] == near):
         return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
@@ -1127,16 +1128,17 @@ def final_forms(
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
-    unchanged = finals[0]["text"] == known or not (said & old or new - old)
-    if op == "update" and (not fact or unchanged):
+    if op == "add":
+        return finals
+    if not fact or finals[0]["text"] == current or not (said & old or new - old):
         return []  # also where the user names nothing of it, and it says no more
     # It replaces a fact if both share a word and the things they tell of, or begin alike
     # ("User has") and the user names the old one. A name at the beginning is no such word
     # ("Eva is pregnant"), a verb is ("Likes tea").
-    shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", known))
-    alike = said & old and text.split()[:2] == known.split()[:2]
-    things = key_words(" ".join(THING.findall(f"{text}|{known}")))
-    if op == "update" and (shared or alike) and things <= shared:
+    shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", current))
+    alike = said & old and text.split()[:2] == current.split()[:2]
+    things = key_words(" ".join(THING.findall(f"{text}|{current}")))
+    if (shared or alike) and things <= shared:
         finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
