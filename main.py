@@ -1099,17 +1099,16 @@ async def root() -> str:
 @app.head("/health")
 async def health() -> Json:
     """Say what works, and since when what does not; nothing is read from disk."""
-    chat, learner = service().chat, service().memory.learner
-    degraded = service().memory.degraded
+    chat, users = service().chat, service().memory
     await chat.look(LOOK_AFTER)
     works = chat.model and not chat.failure
     broken = "unreachable" if chat.key else "not configured"
     return {
-        "status": "ok" if works and not degraded else "degraded",
+        "status": "ok" if works and not users.degraded else "degraded",
         "model": chat.model if works else broken,
-        "degraded": degraded,
-        "pending": learner.pending.total(),
-        "given_up": learner.given_up,
+        "degraded": users.degraded,
+        "pending": users.learner.pending.total(),
+        "given_up": users.learner.given_up,
     }
 
 
@@ -1143,8 +1142,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         except ValueError:
             about = f"{user}\n{named or queries[0]}"
             session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
-    asked = "".join(queries[-1:])
-    turn = TurnRequest(asked, user, session, False, history, options)
+    last = queries[-1] if queries else ""
+    turn = TurnRequest(last, user, session, False, history, options)
     return service().begin(OpenAIStream(turn, body, service().chat))
 
 
