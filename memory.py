@@ -148,8 +148,9 @@ Kind = TypeVar("Kind", "State", "Transcript", "Vectors")  # what a file holds
 Row = dict[str, Any]
 Message = dict[str, Any]
 Operation = dict[str, Any]
+Vector = np.ndarray  # of float32, of length 1 once it is ours
 Complete = Callable[[list[Message], Row], Awaitable[str]]
-Embed = Callable[[list[str]], Awaitable[list[np.ndarray]]]
+Embed = Callable[[list[str]], Awaitable[list[Vector]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
@@ -479,7 +480,7 @@ class Index:
     at most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
     """
 
-    def __init__(self, entries: list[Entry], vectors: list[np.ndarray | None]):
+    def __init__(self, entries: list[Entry], vectors: list[Vector | None]):
         """Index entries, each with its normalised vector; None: by its words alone."""
         self.entries, self.spread = entries, 0.0
         self.keywords = sqlite3.connect(":memory:", check_same_thread=False)
@@ -502,7 +503,7 @@ class Index:
         self.spread = round(float(others.std()), 6)
 
     def search(
-        self, query: str, vector: np.ndarray | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
     ) -> list[tuple[float, Entry]]:
         """Return the k best entries, with a `cutoff` or plain, each with evidence / (evidence + m)."""
         size, terms = len(self.entries), query_terms(query)
@@ -535,7 +536,7 @@ class Index:
         return [(scores[n], self.entries[n]) for n in order[kept[order]][:k]]
 
 
-def flat_index(vectors: dict[int, np.ndarray]) -> Any:
+def flat_index(vectors: dict[int, Vector]) -> Any:
     """Return a FAISS index of vectors by id, which compares a query with each."""
     matrix = np.stack([*vectors.values()])
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
@@ -543,7 +544,7 @@ def flat_index(vectors: dict[int, np.ndarray]) -> Any:
     return index
 
 
-class Vectors(dict[int, np.ndarray]):
+class Vectors(dict[int, Vector]):
     """Vectors by id; in a file as FAISS writes them, with the SHA-256 of that behind."""
 
     @classmethod
@@ -812,7 +813,7 @@ class IndexedFiles(UserFiles):
         entries, vectors = self.entries(file), self.vectors(file)
         return {id: entry for id, entry in entries.items() if id not in vectors}
 
-    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
+    def save_vectors(self, file: str, new: dict[int, Vector]) -> None:
         """Add vectors to a file, and drop those whose entries are gone."""
         entries, vectors = self.entries(file), self.vectors(file) | new
         # Vectors of another size than the newest were made by a model of the same name.
@@ -826,7 +827,7 @@ class IndexedFiles(UserFiles):
         return Index([*entries.values()], [vectors.get(id) for id in entries])
 
     def search_facts(
-        self, query: str, vector: np.ndarray | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
@@ -837,7 +838,7 @@ class IndexedFiles(UserFiles):
         return [{**facts[entry.key], "score": score} for score, entry in hits]
 
     def search_past(
-        self, query: str, vector: np.ndarray | None, k: int
+        self, query: str, vector: Vector | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and turns: before it, itself, and after."""
         hits = self.index(MESSAGES).search(query, vector, 4 * k, cutoff=False)
@@ -1482,11 +1483,11 @@ class Embedder:
     embed: Embed | None
     model: str  # whose vectors these are; it may change
     # By text with its prefix, under way or done; what has failed is forgotten
-    tasks: dict[str, asyncio.Task[dict[str, np.ndarray]]] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[dict[str, Vector]]] = field(default_factory=dict)
 
     async def vectors(
         self, texts: Iterable[str], query: bool = True
-    ) -> list[np.ndarray | None]:
+    ) -> list[Vector | None]:
         """Return the vectors there in time; what is under way goes on, for the next who asks."""
         settings = self.memory.settings
         limit, prefix = settings.embedding_timeout, settings.embedding_query_prefix
@@ -1500,7 +1501,7 @@ class Embedder:
         for n in range(0, len(new), 32):  # some servers take no more
             batch = new[n : n + 32]
             self.tasks |= dict.fromkeys(batch, asyncio.create_task(self.fetch(batch)))
-        vectors: dict[str, np.ndarray] = {}
+        vectors: dict[str, Vector] = {}
         tasks = {self.tasks[text] for text in texts}
         for task in (await asyncio.wait(tasks, timeout=limit))[0]:
             vectors |= task.result()
@@ -1511,10 +1512,10 @@ class Embedder:
             self.memory.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
 
-    async def fetch(self, texts: list[str], size: int = 1500) -> dict[str, np.ndarray]:
+    async def fetch(self, texts: list[str], size: int = 1500) -> dict[str, Vector]:
         """Return the vectors of the texts' first bytes; a text that gets none is forgotten."""
         assert self.embed
-        vectors: dict[str, np.ndarray] = {}
+        vectors: dict[str, Vector] = {}
         try:
             answer = await self.embed([cut(text, size) for text in texts])
             pairs = zip(texts, map(unit_vector, answer), strict=True)
@@ -1529,7 +1530,7 @@ class Embedder:
         return vectors
 
 
-def unit_vector(vector: Any) -> np.ndarray | None:
+def unit_vector(vector: Any) -> Vector | None:
     """Return a vector's direction (zero has none); None: it is empty, or no numbers."""
     vector = np.asarray(vector, "float32").ravel()
     norm = float(np.linalg.norm(vector))
