@@ -82,8 +82,6 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be tuned."""
-
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts retrieved, beside the profile
     history_turns: PositiveInt = 6  # verbatim turns that a summary leaves
@@ -120,8 +118,6 @@ class Fact(TypedDict):
 
 
 class TurnRow(TypedDict):
-    """One turn in a transcript."""
-
     turn: PositiveInt
     query: str
     response: str
@@ -586,8 +582,7 @@ class Transcript:
             raise ValueError("turns do not stand under their numbers")
         return parsed
 
-    def tables(self) -> dict[str, dict[Any, Any]]:
-        """Return it as TinyDB's tables."""
+    def tables(self) -> dict[str, dict[Any, Any]]:  # TinyDB's
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": self.turns, "summary": {"1": summary}}
 
@@ -1595,7 +1590,6 @@ class Memory:
         self.locks.close()
 
     def note(self, part: str, failed: bool) -> None:
-        """Note whether a part works."""
         if failed:
             self.degraded.setdefault(part, now())
         else:
