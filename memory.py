@@ -1595,19 +1595,17 @@ class Memory:
         else:
             self.degraded.pop(part, None)
 
-    async def run(
-        self, user: str, function: Callable[..., T], *arguments: Any, session: str = ""
-    ) -> T:
+    async def run(self, user: str, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of a user's files, under the user's lock, in a thread.
 
-        Where it begins a turn of a `session` whose files are cached, on the event loop: with
-        16 turns at once, a thread takes a tenth of a chat's CPU and doubles what is added to
-        the first token (8 to 16 ms). `user` names the user's folder.
+        A turn whose files are cached begins on the event loop: with 16 turns at once, a
+        thread takes a tenth of a chat's CPU and doubles what is added to the first token
+        (8 to 16 ms). `user` names the user's folder.
         """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
         try:
             async with self.locks.held(user):
-                if session and files.are_cached(session):
+                if function is UserFiles.begin and files.are_cached(arguments[1]):
                     return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
@@ -1646,8 +1644,7 @@ class Memory:
         user = folder_name(name)
         try:
             async with self.locks.held(f"{user}/{session_id}"):
-                begin = UserFiles.begin, name, session_id
-                begun = await self.run(user, *begin, session=session_id)
+                begun = await self.run(user, UserFiles.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
             self.learner.schedule(user)
