@@ -195,7 +195,7 @@ class EventStream(StreamingResponse):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__((), 200, headers, media_type)
         self.request = request
-        self.unsent, self.ready = bytearray(), asyncio.Event()  # set: there is news
+        self.unsent, self.ready = bytearray(), asyncio.Event()  # set: more is unsent
 
     def emit(self, type: str, **fields: Any) -> None:
         """Put an event behind those that wait; nothing follows `done` or `error`."""
@@ -320,7 +320,7 @@ NO_ANSWER = re.compile(r"(\s|```\w*|\[\s*\])*")
 
 
 class AgentRun:
-    """One turn: its rounds with the model, and what it has come to: the event `done`."""
+    """One turn: its rounds with the model, and `done`, the event that becomes of them."""
 
     def __init__(self, service: "Service", events: EventStream):
         self.service, self.events, self.request = service, events, events.request
@@ -363,7 +363,7 @@ class AgentRun:
             status = "error"
             raise
         finally:
-            # A client that runs its own tools comes back with their results.
+            # A client that runs its own tools goes on with the turn in another request.
             if turn and not self.done.get("tool_calls"):
                 self.done["turn"] = turn.number
                 about |= {"rounds": self.done["rounds"], "tools": self.calls}

@@ -396,7 +396,7 @@ class Locks:
 
 RARE = 3.25  # sigmas that a word held by one entry alone is worth, in a plain ranking
 ALL = 6.0  # sigmas that holding all words of the query is worth, with a cutoff
-GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
+BEST, OTHERS = 0.59, 0.3  # the least of each kind of entry, of the chance maximum
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
 # Facts that differ only in these words are the same: no negation, tense or direction
@@ -472,7 +472,7 @@ class Index:
         plain:    evidence = meaning + RARE * bm25 / ln(n + 2), near to its most for a word
         cutoff:   evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
 
-    If the best has less than GATE m, the cutoff leaves nothing; else what has FLOOR m and is
+    If the best has less than BEST m, the cutoff leaves nothing; else what has OTHERS m and is
     at most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
     """
 
@@ -522,8 +522,8 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL * share**power
         if cutoff and size >= FEW:
             best = evidence.max()
-            least = max(FLOOR * chance, best - chance)
-            if best < GATE * chance:
+            least = max(OTHERS * chance, best - chance)
+            if best < BEST * chance:
                 return []
         # Where the evidence is zero there is no vector, and no word of the query.
         kept = (evidence != 0) & (evidence >= least)
@@ -1710,7 +1710,7 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
-        # Whether a call was of use, and turns that never were, since the start
+        # Since the start: whether a call was answered well, turns that never were
         self.answered, self.given_up = False, 0
 
     async def resume(self) -> None:
@@ -1926,7 +1926,7 @@ class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
     message = ""  # of the user, in this turn
-    listed = False  # facts, for the user to say which is to be forgotten
+    listed = False  # whether facts were listed, for the user to say which to forget
 
     def __init__(self, memory: Memory, user: str, session_id: str, begun: Begun):
         self.memory, self.user, self.session_id = memory, user, session_id
