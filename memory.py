@@ -1756,14 +1756,13 @@ class Learner:
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
         """
-        state = None
-        while state is None:
+        facts = None
+        while facts is None:
             async with self.at_work:
-                state = await self.learn(user, troubles)
+                facts = await self.learn(user, troubles)
         if quiet:
             made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
             return QUIET if any(made) else math.inf  # there may be more
-        facts = [*state.facts.values()]
         if within_budget(facts, self.memory.settings.hint_tokens) != facts:
             await self.embed_missing(user, FACTS)  # else they all stand in the hints
         return QUIET
@@ -1779,13 +1778,13 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str, troubles: Troubles) -> State | None:
+    async def learn(self, user: str, troubles: Troubles) -> list[Fact] | None:
         """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
-            return state
+            return [*state.facts.values()]
         bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
         batch = waiting[: 1 if troubles[smaller] or troubles[bad] > 1 else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
