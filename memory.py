@@ -2008,8 +2008,8 @@ class Turn:
         row: Row = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        append = UserFiles.append, self.state.id, self.session_id, row
-        saving = asyncio.ensure_future(self.memory.run(self.user, *append))
+        call = UserFiles.append, self.state.id, self.session_id, row
+        saving = asyncio.ensure_future(self.memory.run(self.user, *call))
         await to_the_end(saving)
         self.memory.note("storage", failed=False)
         self.memory.learner.pending[self.user] += 1
@@ -2084,9 +2084,9 @@ class Turn:
         # What was said just now has no vectors yet.
         await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
-        arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
+        call = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         text = ""
-        for session_id, turns in await self.memory.run(self.user, *arguments):
+        for session_id, turns in await self.memory.run(self.user, *call):
             text += f"Conversation {session_id}:\n"
             for row in turns:
                 day = row["ended_at"][:10]

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 MAX_RESULT_BYTES = 8_000  # of one result, about 2,000 tokens
 # Of our own: in asyncio's, six tools that hang keep the service from looking up names.
 THREADS = ThreadPoolExecutor(64, "tool")
@@ -69,7 +69,7 @@ async def call_tool(
         if limit.expired():  # else a TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
         elif not isinstance(error, ValueError):  # which says that the model asked amiss
-            logger.exception("Tool %s failed", name)
+            log.exception("Tool %s failed", name)
     content = text.encode("utf-8", "replace")  # without lone surrogates
     if len(content) > MAX_RESULT_BYTES:
         mark = f"\n[cut: {len(content)} bytes in all]"
