@@ -1019,6 +1019,7 @@ class FactStore:
     def add_history(self, memory_id, old_memory, new_memory, event, **_):
         row = memory_id, event, now(), old_memory, new_memory
         self.state.history.append(dict(zip(HistoryRow.__annotations__, row)))
+        del self.state.history[:-MAX_HISTORY]
 
     def embed(self, text, memory_action):
         return None  # a fact is kept without its vector, and embedded later
@@ -1625,8 +1626,7 @@ class Memory:
             store = FactStore(self.mem0, replace(state))
             result = function(store, files)
             if store.state != state:
-                history = store.state.history[-MAX_HISTORY:]
-                files.write(replace(store.state, history=history))
+                files.write(replace(store.state))  # which checks it once more
             return result
 
         result = await self.run(user, work)
