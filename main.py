@@ -1022,9 +1022,10 @@ async def on_error(request: Request, error: Any) -> Response:
     openai_face = path_of(request.scope).startswith("/v1/")
     if isinstance(error, RequestValidationError):
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
-        if found[0]["loc"] == ("body",):
-            found[0]["msg"] = "Send a JSON object as Content-Type: application/json"
-        said = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
+        first = found[0]
+        if first["loc"] == ("body",):
+            first["msg"] = "Send a JSON object as Content-Type: application/json"
+        said = f"{first['loc'][-1]}: {first['msg']}"
         error = HTTPException(422, said if openai_face else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
@@ -1032,9 +1033,8 @@ async def on_error(request: Request, error: Any) -> Response:
         log.error("the user's files cannot be read or written", exc_info=error)
         error = HTTPException(503, "The files cannot be read or written.")
     status = error.status_code
-    # FastAPI's 400 is a body that it cannot read; OpenAI has no 422.
-    if status in (400, 422):
-        status = 400 if openai_face else 422
+    if status in (400, 422):  # FastAPI's 400 is a body that it cannot read
+        status = 400 if openai_face else 422  # which OpenAI does not have
     content = openai_error(error) if openai_face else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, JSON_TYPE)
 
