@@ -82,8 +82,6 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be tuned."""
-
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts retrieved, beside the profile
     history_turns: PositiveInt = 6  # verbatim turns that a summary leaves
@@ -120,8 +118,6 @@ class Fact(TypedDict):
 
 
 class TurnRow(TypedDict):
-    """One turn in a transcript."""
-
     turn: PositiveInt
     query: str
     response: str
@@ -148,8 +144,9 @@ Kind = TypeVar("Kind", "State", "Transcript", "Vectors")  # what a file holds
 Row = dict[str, Any]
 Message = dict[str, Any]
 Operation = dict[str, Any]
+Vector = np.ndarray  # of float32, of length 1 once it is ours
 Complete = Callable[[list[Message], Row], Awaitable[str]]
-Embed = Callable[[list[str]], Awaitable[list[np.ndarray]]]
+Embed = Callable[[list[str]], Awaitable[list[Vector]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
@@ -262,7 +259,8 @@ class FileCache:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Path, tuple[Any, Any]] = {}  # stamp and value, by last use
+        # By last use: version (a stamp, or another tuple whose second is a size), value
+        self.kept: dict[Path, tuple[Any, Any]] = {}
         self.size = 0  # of them all, in bytes
         self.lock = threading.RLock()  # threads of several users come here
 
@@ -283,19 +281,19 @@ class FileCache:
         replace_file(path, value.dump())
         self.keep(path, stamp(path), value)
 
-    def get(self, path: Path, stamp: Any, make: Callable[[], T]) -> T:
-        """Return what is kept with this stamp; where nothing is, make and keep it."""
+    def get(self, path: Path, version: Any, make: Callable[[], T]) -> T:
+        """Return what is kept in this version; where nothing is, make and keep it."""
         kept = self.kept.get(path)
-        value = kept[1] if kept and kept[0] == stamp else make()
-        return self.keep(path, stamp, value)
+        value = kept[1] if kept and kept[0] == version else make()
+        return self.keep(path, version, value)
 
-    def keep(self, path: Path, stamp: Any, value: T) -> T:
+    def keep(self, path: Path, version: Any, value: T) -> T:
         """Keep a value and return it; forget what was not used for longest, to make room."""
         with self.lock:
             self.forget(path)
-            if stamp[1] < CACHE_BYTES // 2:  # else it would drive out all others
-                self.kept[path] = stamp, value
-                self.size += stamp[1] + 2000  # objects for a small file are larger
+            if version[1] < CACHE_BYTES // 2:  # else it would drive out all others
+                self.kept[path] = version, value
+                self.size += version[1] + 2000  # objects for a small file are larger
             while self.size > CACHE_BYTES:
                 self.forget(next(iter(self.kept)))
         return value
@@ -333,7 +331,7 @@ class Locks:
     def __init__(self, path: Path):
         self.path, self.loop = path, asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.tasks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        self.local: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self.owners = 0  # memories that use it
         # A pool of our own: tools that hang must not keep turns from being saved. In each
         # of its threads FAISS uses one thread: to wake more took 4 ms a search.
@@ -360,8 +358,9 @@ class Locks:
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
         """Hold a lock; OSError: none can be had."""
-        offset = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
-        async with self.tasks.setdefault(offset, asyncio.Lock()):
+        digest = hashlib.sha256(name.encode()).digest()
+        offset = int.from_bytes(digest[:8], "big") >> 2  # 62 bits: a place in a file
+        async with self.local.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
             while not self.try_lock(offset):
                 await asyncio.sleep(pause)
@@ -380,7 +379,7 @@ class Locks:
             return False
         except OSError:
             # GlusterFS does not open a descriptor again that holds locks.
-            if len(self.tasks) == 1:  # else others may hold some
+            if len(self.local) == 1:  # else others may hold some
                 new = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 os.close(self.file)
                 self.file = new
@@ -397,7 +396,7 @@ class Locks:
 
 RARE = 3.25  # sigmas that a word held by one entry alone is worth, in a plain ranking
 ALL = 6.0  # sigmas that holding all words of the query is worth, with a cutoff
-GATE, FLOOR = 0.59, 0.3  # of the chance maximum, for the best entry and the others
+BEST, OTHERS = 0.59, 0.3  # the least of each kind of entry, of the chance maximum
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
 # Facts that differ only in these words are the same: no negation, tense or direction
@@ -473,11 +472,11 @@ class Index:
         plain:    evidence = meaning + RARE * bm25 / ln(n + 2), near to its most for a word
         cutoff:   evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
 
-    If the best has less than GATE m, the cutoff leaves nothing; else what has FLOOR m and is
+    If the best has less than BEST m, the cutoff leaves nothing; else what has OTHERS m and is
     at most m behind the best. Constants by `facts_dev.json`; figures: `.bench/recall.py`.
     """
 
-    def __init__(self, entries: list[Entry], vectors: list[np.ndarray | None]):
+    def __init__(self, entries: list[Entry], vectors: list[Vector | None]):
         """Index entries, each with its normalised vector; None: by its words alone."""
         self.entries, self.spread = entries, 0.0
         self.keywords = sqlite3.connect(":memory:", check_same_thread=False)
@@ -500,7 +499,7 @@ class Index:
         self.spread = round(float(others.std()), 6)
 
     def search(
-        self, query: str, vector: np.ndarray | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
     ) -> list[tuple[float, Entry]]:
         """Return the k best entries, with a `cutoff` or plain, each with evidence / (evidence + m)."""
         size, terms = len(self.entries), query_terms(query)
@@ -523,8 +522,8 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL * share**power
         if cutoff and size >= FEW:
             best = evidence.max()
-            least = max(FLOOR * chance, best - chance)
-            if best < GATE * chance:
+            least = max(OTHERS * chance, best - chance)
+            if best < BEST * chance:
                 return []
         # Where the evidence is zero there is no vector, and no word of the query.
         kept = (evidence != 0) & (evidence >= least)
@@ -533,7 +532,7 @@ class Index:
         return [(scores[n], self.entries[n]) for n in order[kept[order]][:k]]
 
 
-def flat_index(vectors: dict[int, np.ndarray]) -> Any:
+def flat_index(vectors: dict[int, Vector]) -> Any:
     """Return a FAISS index of vectors by id, which compares a query with each."""
     matrix = np.stack([*vectors.values()])
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
@@ -541,7 +540,7 @@ def flat_index(vectors: dict[int, np.ndarray]) -> Any:
     return index
 
 
-class Vectors(dict[int, np.ndarray]):
+class Vectors(dict[int, Vector]):
     """Vectors by id; in a file as FAISS writes them, with the SHA-256 of that behind."""
 
     @classmethod
@@ -583,15 +582,14 @@ class Transcript:
             raise ValueError("turns do not stand under their numbers")
         return parsed
 
-    def tables(self) -> dict[str, dict[Any, Any]]:
-        """Return it as TinyDB's tables."""
+    def tables(self) -> dict[str, dict[Any, Any]]:  # TinyDB's
         summary = {"summary": self.summary, "turn": self.turn}
         return {"turns": self.turns, "summary": {"1": summary}}
 
     def dump(self) -> bytes:
         return pydantic_core.to_json(self.tables())  # in a third of the time json takes
 
-    def unfolded(self) -> list[TurnRow]:
+    def verbatim(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
         return [row for row in self.turns.values() if row["turn"] > self.turn]
 
@@ -736,7 +734,7 @@ class UserFiles:
         marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
         paths = map(self.path, ["memory", session_id, *marked])
         kept = self.cache.kept
-        return all(kept.get(path, [0])[0] == stamp(path) for path in paths)
+        return all(path in kept and kept[path][0] == stamp(path) for path in paths)
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""
@@ -811,7 +809,7 @@ class IndexedFiles(UserFiles):
         entries, vectors = self.entries(file), self.vectors(file)
         return {id: entry for id, entry in entries.items() if id not in vectors}
 
-    def save_vectors(self, file: str, new: dict[int, np.ndarray]) -> None:
+    def save_vectors(self, file: str, new: dict[int, Vector]) -> None:
         """Add vectors to a file, and drop those whose entries are gone."""
         entries, vectors = self.entries(file), self.vectors(file) | new
         # Vectors of another size than the newest were made by a model of the same name.
@@ -825,19 +823,18 @@ class IndexedFiles(UserFiles):
         return Index([*entries.values()], [vectors.get(id) for id in entries])
 
     def search_facts(
-        self, query: str, vector: np.ndarray | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
     ) -> list[Row]:
         """Return at most k facts that bear on a query, each with its score, best first."""
         facts = self.load().facts
-        files = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        # `keep` reads the size in second place, as in a stamp.
-        version = files, sum(each[1] for each in files if each), self.model
+        stamps = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
+        version = stamps, sum(one[1] for one in stamps if one), self.model
         index = self.cache.get(self.folder, version, lambda: self.index(FACTS))
         hits = index.search(query, vector, k, cutoff)
         return [{**facts[entry.key], "score": score} for score, entry in hits]
 
     def search_past(
-        self, query: str, vector: np.ndarray | None, k: int
+        self, query: str, vector: Vector | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k past turns as session_id and turns: before it, itself, and after."""
         hits = self.index(MESSAGES).search(query, vector, 4 * k, cutoff=False)
@@ -911,10 +908,11 @@ def delete_facts(files: IndexedFiles, fact_id: str | None = None) -> None:
         # Forgotten and learned again, the same words stand under two ids.
         rows = fact_history(files, fact_id)
         gone = {row[part] for row in rows for part in ("old_memory", "new_memory")}
+        gone.discard(None)
         state.history[:] = [
             row
             for row in state.history
-            if not gone & {row["old_memory"], row["new_memory"]} - {None}
+            if not gone & {row["old_memory"], row["new_memory"]}
         ]
         state.facts.pop(fact_id, None)
     # The vectors first: once the fact is gone, nobody can ask for its deletion again.
@@ -1022,6 +1020,7 @@ class FactStore:
     def add_history(self, memory_id, old_memory, new_memory, event, **_):
         row = memory_id, event, now(), old_memory, new_memory
         self.state.history.append(dict(zip(HistoryRow.__annotations__, row)))
+        del self.state.history[:-MAX_HISTORY]
 
     def embed(self, text, memory_action):
         return None  # a fact is kept without its vector, and embedded later
@@ -1066,7 +1065,7 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 def content_words(text: str, little: frozenset[str] = LITTLE) -> list[str]:
     """Return the words that matter, in order: from Lyon to Paris is not from Paris to Lyon."""
-    # In capitals they are no little words: "IT", "US", the A of a blood type.
+    # Doubled, so that they are no little words: "IT", "US", the A of a blood type
     text = CAPITALS.sub(r"\1\1", text)
     return [stem(word) for word in split_words(text) if word not in little]
 
@@ -1102,10 +1101,11 @@ def admit(
             if is_said(operation.get("evidence"), turn.row["query"]):
                 finals += final_forms(operation, fact, turn, nearest.get(turn.key))
                 break
-    # The last turn counts. Within one, an update takes the place of a delete: weak models
-    # say "I left Shell": delete 0, "I'm with Total": update 0. An addition has no id.
+    # Of all that is to happen to a fact only the last does; an update comes after a delete
+    # of its turn: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
     finals.sort(key=lambda one: (turns.index(one["turn"]), one["op"] != "delete"))
-    return [*{one.get("id", n): one for n, one in enumerate(finals)}.values()]
+    by_fact = {one.get("id", n): one for n, one in enumerate(finals)}  # add: by place
+    return [*by_fact.values()]
 
 
 def final_forms(
@@ -1113,8 +1113,8 @@ def final_forms(
 ) -> list[Operation]:
     """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
     op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
-    known = fact.get("text", "")
-    said, old, new = map(key_words, (turn.row["query"], known, text))
+    current = fact.get("text", "")
+    said, old, new = map(key_words, (turn.row["query"], current, text))
     if op == "delete" and fact and (said & old or fact["id"] == near):
         return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
@@ -1126,16 +1126,17 @@ def final_forms(
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
     finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
-    unchanged = finals[0]["text"] == known or not (said & old or new - old)
-    if op == "update" and (not fact or unchanged):
+    if op == "add":
+        return finals
+    if not fact or finals[0]["text"] == current or not (said & old or new - old):
         return []  # also where the user names nothing of it, and it says no more
     # It replaces a fact if both share a word and the things they tell of, or begin alike
     # ("User has") and the user names the old one. A name at the beginning is no such word
     # ("Eva is pregnant"), a verb is ("Likes tea").
-    shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", known))
-    alike = said & old and text.split()[:2] == known.split()[:2]
-    things = key_words(" ".join(THING.findall(f"{text}|{known}")))
-    if op == "update" and (shared or alike) and things <= shared:
+    shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", current))
+    alike = said & old and text.split()[:2] == current.split()[:2]
+    things = key_words(" ".join(THING.findall(f"{text}|{current}")))
+    if (shared or alike) and things <= shared:
         finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
 
@@ -1480,11 +1481,11 @@ class Embedder:
     embed: Embed | None
     model: str  # whose vectors these are; it may change
     # By text with its prefix, under way or done; what has failed is forgotten
-    tasks: dict[str, asyncio.Task[dict[str, np.ndarray]]] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[dict[str, Vector]]] = field(default_factory=dict)
 
     async def vectors(
         self, texts: Iterable[str], query: bool = True
-    ) -> list[np.ndarray | None]:
+    ) -> list[Vector | None]:
         """Return the vectors there in time; what is under way goes on, for the next who asks."""
         settings = self.memory.settings
         limit, prefix = settings.embedding_timeout, settings.embedding_query_prefix
@@ -1498,7 +1499,7 @@ class Embedder:
         for n in range(0, len(new), 32):  # some servers take no more
             batch = new[n : n + 32]
             self.tasks |= dict.fromkeys(batch, asyncio.create_task(self.fetch(batch)))
-        vectors: dict[str, np.ndarray] = {}
+        vectors: dict[str, Vector] = {}
         tasks = {self.tasks[text] for text in texts}
         for task in (await asyncio.wait(tasks, timeout=limit))[0]:
             vectors |= task.result()
@@ -1509,10 +1510,10 @@ class Embedder:
             self.memory.note("embeddings", failed=not vectors)
         return [vectors.get(text) for text in texts]
 
-    async def fetch(self, texts: list[str], size: int = 1500) -> dict[str, np.ndarray]:
+    async def fetch(self, texts: list[str], size: int = 1500) -> dict[str, Vector]:
         """Return the vectors of the texts' first bytes; a text that gets none is forgotten."""
         assert self.embed
-        vectors: dict[str, np.ndarray] = {}
+        vectors: dict[str, Vector] = {}
         try:
             answer = await self.embed([cut(text, size) for text in texts])
             pairs = zip(texts, map(unit_vector, answer), strict=True)
@@ -1527,7 +1528,7 @@ class Embedder:
         return vectors
 
 
-def unit_vector(vector: Any) -> np.ndarray | None:
+def unit_vector(vector: Any) -> Vector | None:
     """Return a vector's direction (zero has none); None: it is empty, or no numbers."""
     vector = np.asarray(vector, "float32").ravel()
     norm = float(np.linalg.norm(vector))
@@ -1592,25 +1593,22 @@ class Memory:
         self.locks.close()
 
     def note(self, part: str, failed: bool) -> None:
-        """Note whether a part works."""
         if failed:
             self.degraded.setdefault(part, now())
         else:
             self.degraded.pop(part, None)
 
-    async def run(
-        self, user: str, function: Callable[..., T], *arguments: Any, session: str = ""
-    ) -> T:
+    async def run(self, user: str, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of a user's files, under the user's lock, in a thread.
 
-        Where it begins a turn of a `session` whose files are cached, on the event loop: with
-        16 turns at once, a thread takes a tenth of a chat's CPU and doubles what is added to
-        the first token (8 to 16 ms). `user` names the user's folder.
+        A turn whose files are cached begins on the event loop: with 16 turns at once, a
+        thread takes a tenth of a chat's CPU and doubles what is added to the first token
+        (8 to 16 ms). `user` names the user's folder.
         """
         files = IndexedFiles(self.folder / user, self.cache, self.embedder.model)
         try:
             async with self.locks.held(user):
-                if session and files.are_cached(session):
+                if function is UserFiles.begin and files.are_cached(arguments[1]):
                     return function(files, *arguments)
                 return await self.locks.in_thread(function, files, *arguments)
         except OSError:
@@ -1630,8 +1628,7 @@ class Memory:
             store = FactStore(self.mem0, replace(state))
             result = function(store, files)
             if store.state != state:
-                history = store.state.history[-MAX_HISTORY:]
-                files.write(replace(store.state, history=history))
+                files.write(replace(store.state))  # which checks it once more
             return result
 
         result = await self.run(user, work)
@@ -1649,8 +1646,7 @@ class Memory:
         user = folder_name(name)
         try:
             async with self.locks.held(f"{user}/{session_id}"):
-                begin = UserFiles.begin, name, session_id
-                begun = await self.run(user, *begin, session=session_id)
+                begun = await self.run(user, UserFiles.begin, name, session_id)
                 yield Turn(self, user, session_id, begun)
         finally:
             self.learner.schedule(user)
@@ -1716,7 +1712,7 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.due: dict[str, asyncio.Event] = {}  # by user: there is something to do
         self.pending: Counter[str] = Counter()  # turns that wait (sessions, at first)
-        # Whether a call was of use, and turns that never were, since the start
+        # Since the start: whether a call was answered well, turns that never were
         self.answered, self.given_up = False, 0
 
     async def resume(self) -> None:
@@ -1762,14 +1758,13 @@ class Learner:
 
         Returns seconds until the next look, inf: none is needed. Raises NoAnswer.
         """
-        state = None
-        while state is None:
+        facts = None
+        while facts is None:
             async with self.at_work:
-                state = await self.learn(user, troubles)
+                facts = await self.learn(user, troubles)
         if quiet:
             made = [await self.embed_missing(user, file) for file in (FACTS, MESSAGES)]
             return QUIET if any(made) else math.inf  # there may be more
-        facts = [*state.facts.values()]
         if within_budget(facts, self.memory.settings.hint_tokens) != facts:
             await self.embed_missing(user, FACTS)  # else they all stand in the hints
         return QUIET
@@ -1785,13 +1780,13 @@ class Learner:
             await run(user, IndexedFiles.save_vectors, file, made)
         return len(made)
 
-    async def learn(self, user: str, troubles: Troubles) -> State | None:
+    async def learn(self, user: str, troubles: Troubles) -> list[Fact] | None:
         """Learn the first turns that wait; return the facts if there are none. Raises NoAnswer."""
         state, waiting = await self.memory.run(user, UserFiles.load_unlearned)
         self.pending[user] = len(waiting)
         if not waiting:
             del self.pending[user]
-            return state
+            return [*state.facts.values()]
         bad, smaller = (waiting[0].key, "bad"), (waiting[0].key, "smaller")
         batch = waiting[: 1 if troubles[smaller] or troubles[bad] > 1 else BATCH_TURNS]
         texts = [{"text": t.row["query"] + t.row["response"][:1000]} for t in batch]
@@ -1880,10 +1875,10 @@ class Learner:
         await self.memory.change(user, apply_all)
 
     async def summarize(self, user: str, session_id: str) -> None:
-        """Fold the oldest turns of a long session into its summary. Raises NoAnswer."""
+        """Put the oldest turns of a long session into its summary. Raises NoAnswer."""
         run, keep = self.memory.run, self.memory.settings.history_turns
         transcript = await run(user, UserFiles.transcript, session_id)
-        old = transcript.unfolded()[:-keep]
+        old = transcript.verbatim()[:-keep]
         if len(old) > 3 * keep:
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
         if len(old) <= keep:
@@ -1898,7 +1893,7 @@ class Learner:
 
         def write_summary(files: UserFiles) -> None:
             newest = files.transcript(session_id)
-            if newest.unfolded()[: len(old)] == old:  # it was not deleted meanwhile
+            if newest.verbatim()[: len(old)] == old:  # it was not deleted meanwhile
                 new = replace(newest, summary=cut(summary, 8000), turn=old[-1]["turn"])
                 files.cache.write(files.path(session_id), new)
 
@@ -1935,13 +1930,13 @@ class Turn:
     """One turn of a session: what stands before it, its hints, its tools, and its end."""
 
     message = ""  # of the user, in this turn
-    listed = False  # facts, for the user to say which is to be forgotten
+    listed = False  # whether facts were listed, for the user to say which to forget
 
     def __init__(self, memory: Memory, user: str, session_id: str, begun: Begun):
         self.memory, self.user, self.session_id = memory, user, session_id
         self.number, self.state, transcript, self.unlearned = begun
         self.summary = transcript.summary
-        self.turns = [row for row in transcript.unfolded() if row["status"] != "error"]
+        self.turns = [row for row in transcript.verbatim() if row["status"] != "error"]
 
     async def hints(self, message: str, history: Iterable[str] = ()) -> Hints:
         """Return what the user's memory has to say to a message.
@@ -2018,8 +2013,8 @@ class Turn:
         row: Row = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        append = UserFiles.append, self.state.id, self.session_id, row
-        saving = asyncio.ensure_future(self.memory.run(self.user, *append))
+        call = UserFiles.append, self.state.id, self.session_id, row
+        saving = asyncio.ensure_future(self.memory.run(self.user, *call))
         await to_the_end(saving)
         self.memory.note("storage", failed=False)
         self.memory.learner.pending[self.user] += 1
@@ -2079,14 +2074,13 @@ class Turn:
             facts = store.state.facts.values()
             shared = [len(words & key_words(fact["text"])) for fact in facts]
             most = max(shared, default=0)
-            fits = [f for f, n in zip(facts, shared) if n == most > len(words) / 2]
-            if len(fits) != 1:
+            fits = [fact for fact, n in zip(facts, shared) if n == most]
+            if len(fits) != 1 or most <= len(words) / 2:
                 return ""
             rest = store.forget(fits[0]["id"], words)
-            return f"Forgotten: {fits[0]['text']}" + (rest and f" Left: {rest}")
+            return f"Forgotten: {fits[0]['text']}" + (f" Left: {rest}" if rest else "")
 
-        forgotten = await self.memory.change(self.user, forget, self.state.id)
-        if forgotten:
+        if forgotten := await self.memory.change(self.user, forget, self.state.id):
             return forgotten
         self.listed = True
         candidates = await self.fetch_memory(query)
@@ -2097,9 +2091,9 @@ class Turn:
         # What was said just now has no vectors yet.
         await self.memory.learner.embed_missing(self.user, MESSAGES)
         [vector] = await self.memory.embedder.vectors([query])
-        arguments = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
+        call = IndexedFiles.search_past, query, vector, max(1, min(k, 10))
         text = ""
-        for session_id, turns in await self.memory.run(self.user, *arguments):
+        for session_id, turns in await self.memory.run(self.user, *call):
             text += f"Conversation {session_id}:\n"
             for row in turns:
                 day = row["ended_at"][:10]

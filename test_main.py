@@ -1577,7 +1577,7 @@ def test_turns_are_learned_in_order_together_or_after_bad_answers_alone(chat, mo
 def test_learners_beyond_the_bound_wait_on_disk_and_are_not_forgotten(start, model):
     users = [f"user-{n}" for n in range(8)]
     told = {"status": "ok", "model": "stand-in", "degraded": {}, "given_up": 0}
-    with start(LEARN_CONCURRENCY=2, LOOK_AFTER=3600.0) as chat:
+    with start(LEARN_CONCURRENCY=2, LIST_AFTER=3600.0) as chat:
         model.hold_learning.clear()
         for user in users:
             assert answer(chat.ask("I like tea", user=user))
@@ -3477,7 +3477,7 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
 def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(start, model):
     model.models_status, model.context = 500, 32_768
     long = "longword " * 3_000  # 9,000 tokens: too many for 8,192
-    with start(CHAT_MODEL="stand-in", LOOK_AFTER=0.0) as chat:
+    with start(CHAT_MODEL="stand-in", LIST_AFTER=0.0) as chat:
         assert chat.ask(long)[-1]["code"] == "context_too_long"
         assert answer(chat.ask("Hi!"))  # a size that is not known ends no turn
         model.models_status = 200
@@ -3910,7 +3910,7 @@ TOWNS = "Lisbon, Cairo, Oslo or Lima?"  # visited in 2001, 2002, 2003, 2008
 @pytest.fixture
 def ranked(start, model):
     """A user with facts beyond the budget, who are reranked."""
-    with start(RERANK_BASE_URL=model.url, HINT_TOKENS=100, LOOK_AFTER=0.0) as chat:
+    with start(RERANK_BASE_URL=model.url, HINT_TOKENS=100, LIST_AFTER=0.0) as chat:
         chat.service.memory.rerank, rerank = None, chat.service.memory.rerank
         teach(chat, model, PLACES)
         chat.before = towns(chat)
@@ -3971,7 +3971,7 @@ def test_a_reranker_that_fails_leaves_the_order_and_is_named(ranked, model):
 
 
 def test_turns_share_a_look_at_the_models(start, model):
-    with start(CHAT_MODEL="", LOOK_AFTER=0.0) as chat:
+    with start(CHAT_MODEL="", LIST_AFTER=0.0) as chat:
         chat.service.chat.model, model.models_status = "", 500
         before = len(model.paths)
         with ThreadPoolExecutor(12) as pool:

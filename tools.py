@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 MAX_RESULT_BYTES = 8_000  # of one result, about 2,000 tokens
 # Of our own: in asyncio's, six tools that hang keep the service from looking up names.
 THREADS = ThreadPoolExecutor(64, "tool")
@@ -69,7 +69,7 @@ async def call_tool(
         if limit.expired():  # else a TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
         elif not isinstance(error, ValueError):  # which says that the model asked amiss
-            logger.exception("Tool %s failed", name)
+            log.exception("Tool %s failed", name)
     content = text.encode("utf-8", "replace")  # without lone surrogates
     if len(content) > MAX_RESULT_BYTES:
         mark = f"\n[cut: {len(content)} bytes in all]"
@@ -87,7 +87,7 @@ async def _run(functions: Mapping[str, Callable], name: str, arguments: Any) -> 
         if inspect.iscoroutinefunction(function):
             result = await call(arguments)
         else:
-            # A future cannot hold a StopIteration; a generator makes a RuntimeError of it.
+            # No future holds a tool's StopIteration; from a generator it is a RuntimeError.
             once = (call(arguments) for _ in range(1))
             loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
             result = await loop.run_in_executor(THREADS, run, next, once)
@@ -108,7 +108,7 @@ SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**", "π": "pi"})
 OPERATORS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 OPERATORS |= {ast.Mod: mod, ast.FloorDiv: floordiv, ast.USub: neg, ast.UAdd: pos}
 OPERATORS[ast.Div] = lambda a, b: a / b if a % b else a // b  # 2^100 / 2 stays exact
-# Those that could take for ever: the power is tried in floats, the others are bounded.
+# What could take for ever: a power must fit a float first, the others are bounded.
 OPERATORS[ast.Pow] = lambda a, b: float(a) ** b and a**b
 NAMES = """sqrt log log10 log2 exp sin cos tan asin acos atan atan2 radians degrees
     floor ceil gcd"""
