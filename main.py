@@ -602,10 +602,8 @@ class ReplyParser:
         self.say("thinking" if self.thinking else "token", self.half_tag)
 
     def feed(self, chunk: Json) -> None:
-        if chunk.get("error") or chunk.get("object") == "error":
-            raise Failure("upstream_unavailable", str(chunk))
+        choice = first_choice(chunk)
         self.usage |= chunk.get("usage") or {}
-        [choice, *_] = chunk.get("choices") or [{}]
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         if delta.get("reasoning_content") is not None:
@@ -640,14 +638,27 @@ class ReplyParser:
         text = text if isinstance(text, str) else json.dumps(text)
         self.size += len(name + text)
         calls = [c for c in self.calls if index is None or c["index"] in (None, index)]
-        # Some servers put every call under one index or under none, some repeat the name.
-        if name and not (id and calls and id == calls[-1]["id"]):
+        # Some servers put every call under one index or under none; some repeat the name,
+        # vLLM's older ones with another id each time.
+        last = calls[-1] if calls else {"id": "", "function": {"name": ""}}
+        whole = name != last["function"]["name"] or parse_arguments(last["function"]["arguments"]) is not None
+        if name and whole and not (id and id == last["id"]):
             made = {"name": name, "arguments": ""}
             call = {"index": index, "id": id, "type": "function", "function": made}
             calls = [piece | call]  # Gemini requires its `extra_content` back
             self.calls += calls
         if calls:
             calls[-1]["function"]["arguments"] += text
+
+
+def first_choice(answer: Json) -> Json:
+    """Return the choice of an answer or a chunk, {}: it has none. Raises Failure."""
+    [choice, *_] = answer.get("choices") or [{}]
+    # OpenRouter has its error in the choice, with status 200.
+    failed = answer.get("object") == "error" or choice.get("finish_reason") == "error"
+    if failed or answer.get("error") or choice.get("error"):
+        raise Failure("upstream_unavailable", str(answer))
+    return choice
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -685,7 +696,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
 # --- The endpoint ---
 
 MISSHAPEN = (TypeError, AttributeError, LookupError)  # of an answer, or our own fault
-BROKEN = (aiohttp.ClientError, OSError, ValueError, *MISSHAPEN)
+LONG_LINE = aiohttp.http.HttpProcessingError
+BROKEN = (aiohttp.ClientError, LONG_LINE, OSError, ValueError, *MISSHAPEN)
 
 
 class Endpoint:
@@ -927,8 +939,7 @@ class Service:
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        found = await self.chat.request("chat/completions", request)
-        choice = found["choices"][0]
+        choice = first_choice(await self.chat.request("chat/completions", request))
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
         return text_of(choice["message"])
@@ -1008,7 +1019,7 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
         # Decoded before the routes see it: the name "Ann/memories" would be one.
-        if b"%2f" in scope["raw_path"].lower():
+        if b"%2f" in scope.get("raw_path", b"").lower():
             raise HTTPException(422, "A name has no slash.")
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers
         # (DNS rebinding). Two: h11 refuses them, other servers do not.
