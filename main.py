@@ -94,8 +94,7 @@ except OSError as error:
     raise SystemExit(f"Set DATA_DIR to a folder that can be written: {error}") from None
 MAX_WAITING = 16  # turns behind the one that runs in a session
 MAX_UNREAD = 1 << 20  # bytes held for a slow client
-MAX_SENT = 1 << 16  # bytes at once, of which it must take some in READ_TIMEOUT
-READ_TIMEOUT = 60.0  # seconds
+READ_TIMEOUT = 60.0  # seconds in which a client takes nothing of its answer
 PING_AFTER = 15.0  # seconds of silence
 LIST_AFTER = 10.0  # seconds until the models are listed again
 SYSTEM = """\
@@ -235,8 +234,7 @@ class EventStream(StreamingResponse):
                 self.emit("ping")
                 continue
             self.ready.clear()
-            body = bytes(self.unsent[:MAX_SENT])
-            more = len(body) < len(self.unsent) or not self.ended
+            body, more = bytes(self.unsent), not self.ended
             async with asyncio.timeout(READ_TIMEOUT):
                 if not self.started:  # the first event decides on the status
                     head = {"status": self.status_code, "headers": self.raw_headers}
@@ -245,8 +243,6 @@ class EventStream(StreamingResponse):
                 event = {"type": "http.response.body", "body": body, "more_body": more}
                 await send(event)
             del self.unsent[: len(body)]
-            if self.unsent:
-                self.ready.set()
 
 
 class OpenAIStream(EventStream):
@@ -638,11 +634,14 @@ class ReplyParser:
         text = text if isinstance(text, str) else json.dumps(text)
         self.size += len(name + text)
         calls = [c for c in self.calls if index is None or c["index"] in (None, index)]
-        # Some servers put every call under one index or under none; some repeat the name,
-        # vLLM's older ones with another id each time.
-        last = calls[-1] if calls else {"id": "", "function": {"name": ""}}
-        whole = name != last["function"]["name"] or parse_arguments(last["function"]["arguments"]) is not None
-        if name and whole and not (id and id == last["id"]):
+        # Some servers put every call under one index or under none. Some repeat the name:
+        # with the same id or, as vLLM once did, with another one in each piece.
+        begun = calls[-1]["function"] if calls else {"name": "", "arguments": ""}
+        unfinished = (
+            begun["arguments"] == "" or parse_arguments(begun["arguments"]) is None
+        )
+        repeated = name == begun["name"] and unfinished
+        if name and not repeated and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
             call = {"index": index, "id": id, "type": "function", "function": made}
             calls = [piece | call]  # Gemini requires its `extra_content` back

@@ -960,19 +960,23 @@ class FactStore:
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass; its id is that of a fact."""
         facts, id, turn = self.state.facts, operation.get("id"), operation["turn"]
+        text, seen = operation.get("text", ""), turn.row["ended_at"]
+        words = key_words(f"{turn.row['query']} {text}")
         if operation["op"] == "delete":
-            self.forget(operation["id"], key_words(turn.row["query"]))
+            self.forget(operation["id"], words)
             return
-        text, seen = operation["text"], turn.row["ended_at"]
+        if id and without_named(facts[id]["text"], words):
+            self.forget(id, words)  # one of several things is another now
+            id = None
         new = {"kind": operation["kind"], "importance": operation["importance"]}
         new |= {"source": turn.key, "last_seen_at": seen}
         twin = find_duplicate(facts, text)
         if twin and twin["id"] != id:
-            if twin["source"] != turn.key:  # else the turn's own tool has stored it
+            if twin["source"] != turn.key:
                 # Not by Mem0: its metadata update would make a row of history.
                 often, seen = twin["frequency"] + 1, max(seen, twin["last_seen_at"])
                 facts[twin["id"]] = {**twin, "frequency": often, "last_seen_at": seen}
-            if id:  # it has become what the other says
+            elif id:  # the turn's own tool has stored it already, in place of this one
                 self.mem0.delete(id)
         elif id:
             self.mem0.update(id, text, metadata=new)
@@ -1099,7 +1103,8 @@ def admit(
         fact = shown.get(str(operation.get("id")), {})
         for turn in reversed(turns):
             if is_said(operation.get("evidence"), turn.row["query"]):
-                finals += final_forms(operation, fact, turn, nearest.get(turn.key))
+                final = final_form(operation, fact, turn, nearest.get(turn.key))
+                finals += [final] if final else []
                 break
     # Of all that is to happen to a fact only the last does; an update comes after a delete
     # of its turn: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
@@ -1108,43 +1113,43 @@ def admit(
     return [*by_fact.values()]
 
 
-def final_forms(
+def final_form(
     operation: Operation, fact: Row, turn: Unlearned, near: str | None
-) -> list[Operation]:
-    """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
+) -> Operation | None:
+    """Return an operation as it may be carried out; None: not at all."""
     op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
-    current = fact.get("text", "")
+    text, current = with_dates(text, turn.row["ended_at"]), fact.get("text", "")
     said, old, new = map(key_words, (turn.row["query"], current, text))
     if op == "delete" and fact and (said & old or fact["id"] == near):
-        return [{"op": op, "id": fact["id"], "turn": turn}]
+        return {"op": op, "id": fact["id"], "turn": turn}
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
-        return []  # NaN is not >= 0.2 either
+        return None  # NaN is not >= 0.2 either
     if not said & new and alnum(text) in alnum(turn.row["response"]):
-        return []  # the assistant's own words
+        return None  # the assistant's own words
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
-    finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
+    final["text"] = text
     if op == "add":
-        return finals
-    if not fact or finals[0]["text"] == current or not (said & old or new - old):
-        return []  # also where the user names nothing of it, and it says no more
+        return final
+    if not fact or text == current or not (said & old or new - old):
+        return None  # also where the user names nothing of it, and it says no more
     # It replaces a fact if both share a word and the things they tell of, or begin alike
-    # ("User has") and the user names the old one. A name at the beginning is no such word
-    # ("Eva is pregnant"), a verb is ("Likes tea").
+    # ("User has") and the user names all of the old one. A name at the beginning is no such
+    # word ("Eva is pregnant"), a verb is ("Likes tea").
     shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", current))
-    alike = said & old and text.split()[:2] == current.split()[:2]
     things = key_words(" ".join(THING.findall(f"{text}|{current}")))
+    alike = old <= said and text.split()[:2] == current.split()[:2]
     if (shared or alike) and things <= shared:
-        finals[0] |= {"op": "update", "id": fact["id"]}
-    return finals
+        final |= {"op": "update", "id": fact["id"]}
+    return final
 
 
 def without_named(text: str, words: set[str]) -> str:
     """Return a fact without the listed things that words name; "": none is named, or left."""
     match = LIST.fullmatch(text)
-    things = re.split(AND, match["names"] or match["things"]) if match else []
+    things = re.split(AND, match["things"]) if match else []
     rest = [thing for thing in things if not words & key_words(thing)]
     if not match or not rest or rest == things:
         return ""
@@ -1152,20 +1157,15 @@ def without_named(text: str, words: set[str]) -> str:
     return match["start"] + joined + match["end"]
 
 
-def final_texts(text: str, time: str) -> list[str]:
-    """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
+def with_dates(text: str, time: str) -> str:
+    """Return a text with dates for "tomorrow" and the like, which weak models leave."""
     at = datetime.fromisoformat(time)
     week = range(7 - at.weekday(), 14 - at.weekday())
     next_week = {f"next {at + timedelta(days):%A}": days for days in week}
-    for words, days in (DAYS | next_week).items():  # which weak models leave
+    for words, days in (DAYS | next_week).items():
         date = at + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
-    text = re.sub(r"\b(by|until|since) on (?=\d)", r"\1 ", text)
-    match = LIST.fullmatch(text)
-    if not match or not match["names"]:
-        return [text]
-    names = re.split(AND, match["names"])  # one of them may end alone
-    return [match["start"] + name + match["end"] for name in names]
+    return re.sub(r"\b(by|until|since) on (?=\d)", r"\1 ", text)
 
 
 def is_said(evidence: Any, query: str) -> bool:
@@ -1280,7 +1280,7 @@ AND = r",?\s(?:and|&)\s|,\s"
 # "User uses A, B and C for work"; things that are no names only at the end
 LIST = re.compile(rf"""(?x)(?P<start>(?:The\s)?[Uu]ser
   (?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)|'s\s[\w ]+?\s(?:are|include))\s)
-(?:(?P<names>{NAMES})|(?P<things>{THINGS})(?=\.?$))
+(?P<things>{NAMES}|{THINGS}(?=\.?$))
 (?P<end>(?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
 DAYS |= {"the day before yesterday": -2, "yesterday": -1}
@@ -2044,18 +2044,17 @@ class Turn:
             said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
             verdicts = []
             for item in map(one_line, items):
-                finals = final_forms({"op": "add", "text": item}, {}, turn, None)
+                final = final_form({"op": "add", "text": item}, {}, turn, None)
                 words, facts, reason = key_words(item), store.state.facts, ""
                 score = round(len(words & said) / max(1, len(words)), 2)
-                if not finals:
+                if not final:
                     reason = "too long, passing, a secret or an instruction"
-                elif all(find_duplicate(facts, one["text"]) for one in finals):
+                elif find_duplicate(facts, final["text"]):
                     reason = "known already"
                 elif len(words) < 2 or score < 0.5:
                     reason = "not a statement that the user made"
                 else:
-                    for final in finals:
-                        store.apply(final)
+                    store.apply(final)
                 verdict = {"item": item, "score": score, "reason": reason}
                 verdicts.append(verdict | {"accepted": reason in ("", "known already")})
             return verdicts

@@ -402,8 +402,7 @@ def answer(events):
 
 
 def hints(request):
-    block, _, _ = request["messages"][-1]["content"].partition("[/MEMORY HINTS]")
-    return block
+    return request["messages"][-1]["content"].partition("[/MEMORY HINTS]")[0]
 
 
 @pytest.fixture(scope="session")
@@ -652,14 +651,11 @@ def test_each_event_has_exactly_its_fields_and_one_line_ends_the_stream(chat, mo
     turns = [chat.ask("What is 2+3?"), chat.ask("And now?")]
     fields = {event["type"]: event.keys() - {"type"} for event in flat(turns)}
     assert fields == {
-        "memory": {"facts", "pending", "degraded"},
-        "token": {"round", "text"},
-        "thought": {"round", "text"},
-        "tool_call": {"round", "id", "name", "arguments"},
+        "memory": {"facts", "pending", "degraded"}, "token": {"round", "text"},
+        "thought": {"round", "text"}, "tool_call": {"round", "id", "name", "arguments"},
         "tool_result": {"round", "id", "name", "ok", "content", "ms"},
         "done": {"response", "turn", "rounds", "finish_reason", "usage"},
-        "error": {"code", "message"},
-    }
+        "error": {"code", "message"}}  # fmt: skip
     order = "memory token thought tool_call tool_result token token done"
     assert " ".join(event["type"] for event in turns[0]) == order
     assert [event["type"] for event in turns[1]] == ["memory", "error"]
@@ -941,7 +937,7 @@ def refused(status, message="no", **more):
 
 
 FAILURES = {  # what the endpoint does, how often it is asked, what its client is told
-    "400": (refused(400), 1, 400, "upstream_rejected"), "401": (refused(401), 1, 400, "upstream_rejected"),
+    "400": (refused(400), 1, 400, "upstream_rejected"), "401": (refused(401, "Wrong key: sk-12345678901234"), 1, 400, "upstream_rejected"),
     "500": (refused(500), 2, 503, "upstream_unavailable"), "408": (refused(408), 1, 504, "upstream_timeout"), "429": (refused(429), 2, 503, "upstream_unavailable"),
     "too long": (refused(400, "This model's maximum context length is 8192 tokens."), 1, 400, "context_too_long"),
     "too long, xAI's": (refused(400, "This model's maximum prompt length is 131072 but"), 1, 400, "context_too_long"), "too long, Kimi's": (refused(400, "exceeded model token limit: 131072"), 1, 400, "context_too_long"),
@@ -954,7 +950,7 @@ FAILURES = {  # what the endpoint does, how often it is asked, what its client i
 
 
 @pytest.mark.parametrize("reply, tries, status, code", FAILURES.values(), ids=FAILURES)
-def test_a_failing_endpoint_has_its_code(start, model, reply, tries, status, code):
+def test_each_failure_has_its_code(start, model, reply, tries, status, code, caplog):
     timeout = 0.3 if WAIT in reply else 20.0
     with start(UPSTREAM_TIMEOUT=timeout, OPENAI_API_KEY="sk-secret") as chat:
         model.hold_learning.clear()
@@ -978,7 +974,7 @@ def test_a_failing_endpoint_has_its_code(start, model, reply, tries, status, cod
             told.append(error.response.text)
         assert len(model.requests) == 3 * tries
         for secret in ("sk-secret", "127.0.0.1", "Traceback", ".py", "openai"):
-            assert secret not in "".join(told)
+            assert secret not in "".join(told) and "sk-123" not in caplog.text
         turns = [(turn["query"], turn["status"]) for turn in chat.turns()]
         assert turns == [("I like tea.", "error")] * 3
 
@@ -1284,7 +1280,7 @@ def test_what_is_unknown_or_another_users_is_404_and_makes_nothing(chat):
             assert reply.status_code == 404 and "detail" in reply.json()
     assert chat.memories("eve") == [] and sessions(chat, "eve") == {}
     bad = {"user_id": "ann", "session_id": A, "id": "x"}
-    for name in ("..%2Fann", "%2E%2E", "a%00b", "a" * 129):
+    for name in ("ann%2Fmemories", "..%2Fann", "%2E%2E", "a%00b", "a" * 129):
         for route in main.app.routes:
             if "{user_id}" in route.path:
                 path = route.path.format(**bad | {"user_id": name})
@@ -1748,7 +1744,8 @@ User is named Kim. | Call me Kai | update | User is named Kai. | update
 User's team is Ajax. | Now it's PSV | update | User's team is PSV. | update
 User's sister Ana lives in Porto. | She's called Anna | update | User's sister is Anna. | update
 User has a dog named Rex. | My parrot sings | update | User has a parrot. | add
-User has a dog named Rex. | Rex died, now a budgie | update | User has a budgie. | update
+User has a dog named Rex. | My dog Rex died, now a budgie | update | User has a budgie. | update
+User is allergic to nuts. | I'm vegan, nuts are out | update | User is vegan. | add
 Eva is pregnant. | Eva works as a dentist | update | Eva works as a dentist. | add
 Likes tea. | I'm into coffee now | update | Likes coffee. | update
 User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
@@ -1812,9 +1809,13 @@ def test_a_delete_that_shares_no_word_takes_the_nearest_of_three_facts(chat, mod
     assert left == ["User plays chess and golf.", "User eats no meat."]
     assert learn_by(chat, model, "I'm bad at chess", ("delete", 9)) == left
     assert "User plays golf." in learn_by(chat, model, "I quit chess", ("delete", 0))
+    golf, tennis = "User plays golf and go.", "User plays tennis."
+    learn_by(chat, model, "I play go as well", ("update", 0, golf))
+    facts = learn_by(chat, model, "Tennis, no golf", ("update", 0, tennis))
+    assert {"User plays go.", tennis} < {*facts} and len(facts) == 3
 
 
-def test_tomorrow_is_stored_as_a_date_and_names_in_a_list_apart():
+def test_tomorrow_is_stored_as_a_date():
     def kept(text):
         found = memory.admit([add(text, "as I said")], [], heard("as I said"), {})
         return [one["text"] for one in found]
@@ -1824,10 +1825,6 @@ def test_tomorrow_is_stored_as_a_date_and_names_in_a_list_apart():
     swam = f"User swam yesterday, on today, {days}; tomorrow's off."
     dates = ", ".join(f"on 2026-11-{day}" for day in (20, 21, 19, 23))
     assert kept(swam) == [f"User swam {dates}; tomorrow's off."]
-    uses = [f"User uses {name} for work." for name in ("Shram", "Magnet Pro", "Vim")]
-    assert kept("User uses Shram, Magnet Pro and Vim for work.") == uses
-    assert kept("User works with Bo & Al.") == [f"User works with {n}." for n in ("Bo", "Al")]  # fmt: skip
-    assert len(kept("User works at Marks and Spencer.")) == 1
 
 
 # --- Memory: hints, search, the model's tools and the session ---
@@ -1972,8 +1969,9 @@ def test_fetch_memory_returns_what_bears_on_a_query_and_what_waits(chat, model):
     assert found == "- User visited Cairo in 2002."
     chat.learned()
     model.hold_learning.clear()
-    chat.ask("I like chess", session=C)
-    found = use(chat, model, "fetch_memory", {"query": "hobbies"}, session=A)
+    for text in ("I like chess", "Thanks!"):
+        chat.ask(text, session=C)
+    found = use(chat, model, "fetch_memory", {"query": "chess", "k": 1}, session=A)
     assert found.endswith('- just said: "I like chess"')
 
 
@@ -2296,12 +2294,8 @@ def test_calculate_reads_what_models_write_and_refuses_what_has_no_value():
 
 
 def test_current_time_is_utc_unless_a_listed_zone_is_named(monkeypatch):
-    class Frozen(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.fromisoformat("2026-11-21T22:10:29+00:00").astimezone(tz)
-
-    monkeypatch.setattr(tools, "datetime", Frozen)
+    at = datetime.fromisoformat("2026-11-21T22:10:29+00:00")
+    monkeypatch.setattr(tools, "datetime", types.SimpleNamespace(now=at.astimezone))
     tokyo = "2026-11-22T07:10:29+09:00 (Sunday, week 47)"
     assert tools.current_time() == "2026-11-21T22:10:29+00:00 (Saturday, week 47)"
     assert tools.current_time("Asia/Tokyo") == tokyo
@@ -2395,12 +2389,9 @@ def ran(*done_calls, text=(), thought=(), usage=None):
 
 SO = sse('{"content":"So."}\nstop\n[DONE]')  # what follows a round of calls
 SUM = ("calculate", {"expression": "2+3"}, (True, "5"))
-PRODUCT = ("calculate", {"expression": "7*6"}, (True, "42"))
 MILES = ("convert_units", {"value": 5, "from_unit": "km", "to_unit": "mi"}, (True, "5 km = 3.106855961187 mi"))  # fmt: skip
 NOW = ("current_time", {}, (True, "TIME"))
-NOTHING = (True, "Nothing is known about the user that bears on this.")
 CALL = '{"name": "calculate", "arguments": {"expression": "2+3"}}'
-CLOCK = '{"name":"current_time","arguments":{}}'
 BOTH = ("new0", *SUM), ("new1", *NOW)
 NO_JSON = "ERROR calculate takes JSON"
 MISUSED = ("calculate", {}, (False, NO_JSON))
@@ -2425,8 +2416,13 @@ def broke(*texts, code="upstream_unavailable"):
     return [*tokens, {"type": "error", "code": code}]
 
 
-def as_expected(events):
-    """Return events with what varies put plainly: made-up ids, times, the order of results."""
+def turn(shared, *replies, **more):
+    """Return the events after `memory` of a new user's turn."""
+    shared.model.replies.clear()
+    shared.model.replies += replies
+    reply = shared.post("Go on.", user=f"u{uuid.uuid4().hex}", **more)
+    events = [json.loads(line) for line in reply.content.splitlines()]  # at \n alone
+    assert events.pop(0)["type"] == "memory"
     varies = "ms", "message"
     text = json.dumps([{k: e[k] for k in e if k not in varies} for e in events])
     for n, made in enumerate(of(events, "tool_call")):
@@ -2438,16 +2434,6 @@ def as_expected(events):
     order = [e["id"] for e in of(plain, "tool_call")]
     ended = iter(sorted(of(plain, "tool_result"), key=lambda e: order.index(e["id"])))
     return [next(ended) if e["type"] == "tool_result" else e for e in plain]
-
-
-def turn(shared, *replies, **more):
-    """Return the events after `memory` of a new user's turn."""
-    shared.model.replies.clear()
-    shared.model.replies += replies
-    reply = shared.post("Go on.", user=f"u{uuid.uuid4().hex}", **more)
-    events = [json.loads(line) for line in reply.content.splitlines()]  # at \n alone
-    assert events[0]["type"] == "memory"
-    return as_expected(events[1:])
 
 
 STREAMS = {
@@ -2467,7 +2453,7 @@ STREAMS = {
     "vllm xlam leaks the fence and the start of the JSON": ('"```"\n"[{\\"name\\": \\"calc"\n+ 0 aa calculate ""\n+ 0 - - {"expression": "2+3"}\n+ 0 - - ""\ntool_calls', ran(("aa", *SUM), text=["```", '[{"name": "calc'])),
     "vllm interval over 1: head and arguments together, calls interleaved": ('+ 0 aa calculate & 1 bb convert_units\n+ 0 - - {"expression": & 1 - - {"value":5,\n+ 0 - - "2+3"} & 1 - - "from_unit":"km","to_unit":"mi"}\ntool_calls', ran(("aa", *SUM), ("bb", *MILES))),
     # Ollama, llama.cpp
-    "ollama several calls, all with index 0, beside content": ('{"role":"assistant","content":"","tool_calls":[{"id":"aa","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}\n+ 0 bb calculate {"expression":"7*6"}\n+ 0 cc current_time {}\nstop', ran(("aa", *SUM), ("bb", *PRODUCT), ("cc", *NOW))),
+    "ollama several calls, all with index 0, beside content": ('{"role":"assistant","content":"","tool_calls":[{"id":"aa","index":0,"type":"function","function":{"name":"calculate","arguments":"{\\"expression\\":\\"2+3\\"}"}}]}\n+ 0 bb calculate {"expression":"7*6"}\n+ 0 cc current_time {}\nstop', ran(("aa", *SUM), ("bb", *("calculate", {"expression": "7*6"}, (True, "42"))), ("cc", *NOW))),
     # Thinking
     "deepseek reasoning_content, then content": ('{"role":"assistant","content":null,"reasoning_content":""}\n{"content":null,"reasoning_content":"Two and "}\n{"content":null,"reasoning_content":"three."}\n{"content":"Five.","reasoning_content":null}\nstop', said("Five.", thought=["Two and ", "three."])),
     "vllm reasoning field, then a call": ('{"reasoning":"Hm.","reasoning_content":null}\n"\\n\\n"\n+ 0 aa calculate {"expression":"2+3"}\ntool_calls', ran(("aa", *SUM), thought=["Hm."])),
@@ -2483,8 +2469,9 @@ STREAMS = {
     "a call that is only mentioned is an answer": told_as_it_is("Write ", f"<tool_call>{CALL}</tool_call>"),
     "pieces without index": ('+ - aa calculate {"expression":\n+ - - - "2+3"}\n+ - bb current_time ""\n+ - - - {}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
     "name repeated in each piece": ('+ 0 aa calculate ""\n+ 0 aa calculate {"expression":\n+ 0 aa calculate "2+3"}\nstop', ran(("aa", *SUM))),
+    "an older vllm's forced call, named anew in each piece": ('+ 0 aa calculate ""\n+ 0 bb calculate {"expression":\n+ 0 - calculate "2+3"}\nstop', ran(("aa", *SUM))),
     "arguments as objects": ('{"tool_calls":[{"id":"aa","function":{"name":"calculate","arguments":{"expression":"2+3"}}},{"id":"bb","function":{"name":"current_time","arguments":{}}}]}\nstop', ran(("aa", *SUM), ("bb", *NOW))),
-    "arguments empty, or null": ('+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop', ran(("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, NOTHING), ("cc", *NOW))),
+    "arguments empty, or null": ('+ 0 aa current_time ""\n+ 1 bb fetch_memory {"query":"x"}\n{"tool_calls":[{"index":2,"id":"cc","function":{"name":"current_time","arguments":null}}]}\nstop', ran(("aa", *NOW), ("bb", "fetch_memory", {"query": "x"}, (True, "Nothing is known about the user that bears on this.")), ("cc", *NOW))),
     "arguments no JSON number, or cut and said to be complete": ('+ 0 aa calculate {"expression": NaN}\n+ 1 bb calculate {"expression": "2+\nstop', ran(("aa", *MISUSED), ("bb", *MISUSED))),
     # The end
     "no finish_reason, but [DONE]": ('"Hi."\n[DONE]', said("Hi.")),
@@ -2497,6 +2484,7 @@ STREAMS = {
     "nulls where objects belong": ('{"choices":null,"usage":null}\n{"choices":[{"delta":null}]}\n{"tool_calls":[{"function":null}]}\n{"content":null}\n"Hi."\nstop', said("Hi.")),
     "error object mid-stream": ('"Hi"\n{"error":{"message":"CUDA out of memory","type":"x","code":500}}\n[DONE]', broke("Hi")),
     "an older vllm's error mid-stream": ('"Hi"\n{"object":"error","message":"CUDA out of memory","code":500}\n[DONE]', broke("Hi")),
+    "openrouter's error in a choice": ('"Hi"\n{"choices":[{"delta":{"content":""},"finish_reason":"error","error":{"code":502}}]}\n[DONE]', broke("Hi")),
     "truncated JSON line": ('"Hi"\n~data: {"choices":[{"del\n~\nstop', broke("Hi")), # The text
     "emoji, CJK and line separators": (sse('"😀 "\n"你好@"\nstop').replace(b"@", "\u2028\u0085".encode()), said("😀 ", "你好\u2028\u0085")),
     "bytes that are no UTF-8": (sse('"a "\n"@ b"\nstop\n[DONE]').replace(b"@", b"\xff"), broke("a ")),
@@ -2552,8 +2540,7 @@ def test_what_is_refused_is_left_out(shared, picky, caplog, part, text):
 
     picky.refuse = lambda request: part in request and text
     assert ask() == [True, False]
-    assert ask() == [False] and ask() == [False]
-    assert len(warnings(caplog)) == 1
+    assert ask() == [False] == ask() and len(warnings(caplog)) == 1
     [(left_out, until)] = shared.service.chat.unsupported.items()
     assert 590 < until - time.monotonic() <= 600
     shared.service.chat.unsupported[left_out] -= 601
@@ -2875,6 +2862,21 @@ async def test_learning_that_fails_is_tried_ever_less_often(tmp_path, monkeypatc
 
 
 @in_a_loop
+async def test_a_summary_that_fails_holds_up_no_learning(tmp_path, monkeypatch):
+    async def complete(messages, schema):
+        if schema["name"] == "session_summary":
+            raise memory.RequestRefused
+        return await scripted(messages, schema)
+
+    monkeypatch.setattr(memory, "BACK_OFF", 3600.0)
+    async with remembering(tmp_path, complete) as service:
+        for n in range(20):
+            await say(service, "ann", A, f"I like w{n}")
+        await all_learned(tmp_path)
+        await happens(lambda: "learning" in service.degraded)
+
+
+@in_a_loop
 async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "PATIENCE", 3600.0)
     monkeypatch.setattr(memory, "QUIET", 1.0)
@@ -2895,10 +2897,8 @@ async def test_a_text_without_a_vector_holds_up_no_other(tmp_path, monkeypatch):
             await say(service, "ann", A, f"I like w{n}", response="Oh! " * 200)
             await happens(lambda n=n: len(facts_in(tmp_path)) == n + 1)
         files = memory.IndexedFiles(tmp_path / "ann", model="bag")
-        for file, bad in (
-            (memory.FACTS, "User likes w0."),
-            (memory.MESSAGES, "I like w0"),
-        ):
+        left = {memory.FACTS: "User likes w0.", memory.MESSAGES: "I like w0"}
+        for file, bad in left.items():
             await happens(lambda f=file, b=bad: [e.text for e in files.missing(f).values()] == [b])  # fmt: skip
         assert await service.embedder.vectors(["a", "b", "c"]) == [None] * 3
 
@@ -3407,10 +3407,8 @@ NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſs
 
 
 def normal(name):
-    try:
+    with suppress(ValueError):
         return memory.normal_name(name)
-    except ValueError:
-        return None
 
 
 @settings(max_examples=300, deadline=None)
@@ -3461,17 +3459,20 @@ def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path
         yield WAIT
 
     size, sent = 3 << 20, threading.Event()
-    model.replies.append(reply())
+    model.replies += [reply(), [WAIT]]
     known = {"CONTEXT_TOKENS": str(LARGE), "UVICORN_TIMEOUT_GRACEFUL_SHUTDOWN": "1"}
     with process(tmp_path, model.url, **known) as chat:
         with unread(chat) as client:
             # Or it is cut off: it is more than is held for anyone.
             wait_for(lambda: sent.is_set() or chat.turns())
+            late = in_background(chat.http.post, V1, json=v1(user="bob"))
+            wait_for(lambda: len(model.requests) == 2)
             chat.process.send_signal(signal.SIGTERM)
             exited(chat)
             with suppress(ConnectionError):  # less has reached it than was written
                 assert sum(map(len, iter(lambda: client.recv(1 << 20), b""))) < size
         assert [turn["status"] for turn in chat.turns()] == ["interrupted"]
+    assert late.result().status_code == 503  # it had not begun
 
 
 def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(start, model):
@@ -3491,10 +3492,9 @@ def test_the_contexts_size_is_asked_for_again_where_the_endpoint_failed(start, m
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
 TIDE = {"type": "function", "function": {"name": "tide", "parameters": {}}}
-WHOLE = {"index": 0, "id": "w", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}  # fmt: skip
 CALLED = {
     "in pieces": (calls(("weather", '{"city":  "Rome"}')), [("weather", '{"city":  "Rome"}')]),
-    "whole": ([chunk({"tool_calls": [WHOLE]}), chunk(finish_reason="stop"), END], [("weather", '{"city":"Rome"}')]),
+    "whole": ([chunk({"tool_calls": [call_piece(0, "w", "weather", '{"city":"Rome"}')]}), chunk(finish_reason="stop"), END], [("weather", '{"city":"Rome"}')]),
     "the same twice": (calls(("tide", "{}"), ("tide", "{}")), [("tide", "{}")] * 2),
     "broken": (calls(("weather", '{"city": "Ro')), [("weather", '{"city": "Ro')]),
     "without arguments": (calls(("tide", "")), [("tide", "{}")]),
