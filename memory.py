@@ -960,14 +960,14 @@ class FactStore:
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass; its id is that of a fact."""
         facts, id, turn = self.state.facts, operation.get("id"), operation["turn"]
-        text, seen = operation.get("text", ""), turn.row["ended_at"]
-        words = key_words(f"{turn.row['query']} {text}")
-        if operation["op"] == "delete":
-            self.forget(operation["id"], words)
+        text, seen = operation.get("text"), turn.row["ended_at"]
+        if id:
+            named = key_words(f"{turn.row['query']} {text or ''}")
+            if not text or without_named(facts[id]["text"], named):
+                self.forget(id, named)  # what of several things is named; others stay
+                id = None
+        if not text:  # a delete
             return
-        if id and without_named(facts[id]["text"], words):
-            self.forget(id, words)  # one of several things is another now
-            id = None
         new = {"kind": operation["kind"], "importance": operation["importance"]}
         new |= {"source": turn.key, "last_seen_at": seen}
         twin = find_duplicate(facts, text)
