@@ -598,7 +598,9 @@ class ReplyParser:
         self.say("thinking" if self.thinking else "token", self.half_tag)
 
     def feed(self, chunk: Json) -> None:
-        choice = first_choice(chunk)
+        [choice, *_] = chunk.get("choices") or [{}]
+        if chunk.get("error") or choice.get("error") or chunk.get("object") == "error":
+            raise Failure("upstream_unavailable", str(chunk))
         self.usage |= chunk.get("usage") or {}
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -634,30 +636,14 @@ class ReplyParser:
         text = text if isinstance(text, str) else json.dumps(text)
         self.size += len(name + text)
         calls = [c for c in self.calls if index is None or c["index"] in (None, index)]
-        # Some servers put every call under one index or under none. Some repeat the name:
-        # with the same id or, as vLLM once did, with another one in each piece.
-        begun = calls[-1]["function"] if calls else {"name": "", "arguments": ""}
-        unfinished = (
-            begun["arguments"] == "" or parse_arguments(begun["arguments"]) is None
-        )
-        repeated = name == begun["name"] and unfinished
-        if name and not repeated and not (id and calls and id == calls[-1]["id"]):
+        # Some servers put every call under one index or under none, some repeat the name.
+        if name and not (id and calls and id == calls[-1]["id"]):
             made = {"name": name, "arguments": ""}
             call = {"index": index, "id": id, "type": "function", "function": made}
             calls = [piece | call]  # Gemini requires its `extra_content` back
             self.calls += calls
         if calls:
             calls[-1]["function"]["arguments"] += text
-
-
-def first_choice(answer: Json) -> Json:
-    """Return the choice of an answer or a chunk, {}: it has none. Raises Failure."""
-    [choice, *_] = answer.get("choices") or [{}]
-    # OpenRouter has its error in the choice, with status 200.
-    failed = answer.get("object") == "error" or choice.get("finish_reason") == "error"
-    if failed or answer.get("error") or choice.get("error"):
-        raise Failure("upstream_unavailable", str(answer))
-    return choice
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -695,8 +681,7 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
 # --- The endpoint ---
 
 MISSHAPEN = (TypeError, AttributeError, LookupError)  # of an answer, or our own fault
-LONG_LINE = aiohttp.http.HttpProcessingError
-BROKEN = (aiohttp.ClientError, LONG_LINE, OSError, ValueError, *MISSHAPEN)
+BROKEN = (aiohttp.ClientError, OSError, ValueError, *MISSHAPEN)
 
 
 class Endpoint:
@@ -752,7 +737,9 @@ class Endpoint:
             streamed = reply and reply.size  # words that are out are not said again
             if last or streamed or failure.code != "upstream_unavailable":
                 raise failure
-            await asyncio.sleep(0.5 if reply else 0)  # a search may not wait
+            await asyncio.sleep(
+                0.5 if "messages" in body else 0
+            )  # a search may not wait
 
     async def send(self, path: str, body: Json, options: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
@@ -805,7 +792,7 @@ class Endpoint:
             before = self.failure
             try:
                 found = (await asyncio.wait_for(self.request("models", {}), 2))["data"]
-                self.sizes = {m["id"]: int(m.get("max_model_len") or 0) for m in found}
+                self.sizes = {m["id"]: m.get("max_model_len") for m in found}
                 self.model = self.configured or next(iter(self.sizes), "")
             except Failure as error:
                 # Some have no list of models, and work.
@@ -938,7 +925,10 @@ class Service:
         }
         if switches := settings.chat_extra_body.get("chat_template_kwargs"):
             request["chat_template_kwargs"] = switches
-        choice = first_choice(await self.chat.request("chat/completions", request))
+        found = await self.chat.request("chat/completions", request)
+        choice = found["choices"][0]
+        if choice.get("error"):  # so OpenRouter has it, with status 200
+            raise Failure("upstream_unavailable", str(choice))
         if choice.get("finish_reason") == "length":
             raise memory.RequestRefused("The answer was cut at its length.")
         return text_of(choice["message"])
@@ -1018,7 +1008,7 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
         # Decoded before the routes see it: the name "Ann/memories" would be one.
-        if b"%2f" in scope.get("raw_path", b"").lower():
+        if b"%2f" in (scope.get("raw_path") or b"").lower():
             raise HTTPException(422, "A name has no slash.")
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers
         # (DNS rebinding). Two: h11 refuses them, other servers do not.

@@ -626,7 +626,6 @@ class State:
         tables = pydantic_core.from_json(content)
         rows = {name: [*table.values()] for name, table in tables.items()}
         [user] = rows["user"]
-        user["id"][0]  # raises where it has none
         facts = {row["id"]: row for row in rows["facts"]}
         learned = {row["session_id"]: row["turn"] for row in rows["learned"]}
         return cls(**user, facts=facts, learned=learned, history=rows["history"])
@@ -960,14 +959,10 @@ class FactStore:
     def apply(self, operation: Operation) -> None:
         """Carry out an operation that `admit` has let pass; its id is that of a fact."""
         facts, id, turn = self.state.facts, operation.get("id"), operation["turn"]
-        text, seen = operation.get("text"), turn.row["ended_at"]
-        if id:
-            named = key_words(f"{turn.row['query']} {text or ''}")
-            if not text or without_named(facts[id]["text"], named):
-                self.forget(id, named)  # what of several things is named; others stay
-                id = None
-        if not text:  # a delete
+        if operation["op"] == "delete":
+            self.forget(operation["id"], key_words(turn.row["query"]))
             return
+        text, seen = operation["text"], turn.row["ended_at"]
         new = {"kind": operation["kind"], "importance": operation["importance"]}
         new |= {"source": turn.key, "last_seen_at": seen}
         twin = find_duplicate(facts, text)
@@ -1103,8 +1098,7 @@ def admit(
         fact = shown.get(str(operation.get("id")), {})
         for turn in reversed(turns):
             if is_said(operation.get("evidence"), turn.row["query"]):
-                final = final_form(operation, fact, turn, nearest.get(turn.key))
-                finals += [final] if final else []
+                finals += final_forms(operation, fact, turn, nearest.get(turn.key))
                 break
     # Of all that is to happen to a fact only the last does; an update comes after a delete
     # of its turn: weak models say "I left Shell": delete 0, "I'm with Total": update 0.
@@ -1113,43 +1107,48 @@ def admit(
     return [*by_fact.values()]
 
 
-def final_form(
+def final_forms(
     operation: Operation, fact: Row, turn: Unlearned, near: str | None
-) -> Operation | None:
-    """Return an operation as it may be carried out; None: not at all."""
+) -> list[Operation]:
+    """Return an operation as it may be carried out: not at all, once, or for each name in a list."""
     op, text = str(operation.get("op")).lower(), one_line(operation.get("text"))
-    text, current = with_dates(text, turn.row["ended_at"]), fact.get("text", "")
+    current = fact.get("text", "")
     said, old, new = map(key_words, (turn.row["query"], current, text))
     if op == "delete" and fact and (said & old or fact["id"] == near):
-        return {"op": op, "id": fact["id"], "turn": turn}
+        return [{"op": op, "id": fact["id"], "turn": turn}]
     given = operation.get("importance")
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op not in ("add", "update") or not storable(text) or not importance >= 0.2:
-        return None  # NaN is not >= 0.2 either
+        return []  # NaN is not >= 0.2 either
     if not said & new and alnum(text) in alnum(turn.row["response"]):
-        return None  # the assistant's own words
+        return []  # the assistant's own words
     kind = "profile" if operation.get("kind") == "profile" else "episodic"
     final = {"op": "add", "turn": turn, "kind": kind, "importance": importance}
-    final["text"] = text
+    finals = [final | {"text": one} for one in final_texts(text, turn.row["ended_at"])]
     if op == "add":
-        return final
-    if not fact or text == current or not (said & old or new - old):
-        return None  # also where the user names nothing of it, and it says no more
+        return finals
+    same = [one["text"] for one in finals] == [current]
+    if not fact or same or not (said & old or new - old):
+        return []  # also where the user names nothing of it, and it says no more
     # It replaces a fact if both share a word and the things they tell of, or begin alike
     # ("User has") and the user names all of the old one. A name at the beginning is no such
     # word ("Eva is pregnant"), a verb is ("Likes tea").
     shared = new & key_words(re.sub(r"^[^\Wa-z_]\w*[^\Ws] ", "", current))
+    alike = set() < old <= said and text.split()[:2] == current.split()[:2]
     things = key_words(" ".join(THING.findall(f"{text}|{current}")))
-    alike = old <= said and text.split()[:2] == current.split()[:2]
-    if (shared or alike) and things <= shared:
-        final |= {"op": "update", "id": fact["id"]}
-    return final
+    if not (shared or alike) or not things <= shared:
+        return finals
+    if new - old and not LIST.fullmatch(text) and without_named(current, said):
+        # One of several things is another now; the rest of them stay.
+        return [*finals, {"op": "delete", "id": fact["id"], "turn": turn}]
+    finals[0] |= {"op": "update", "id": fact["id"]}
+    return finals
 
 
 def without_named(text: str, words: set[str]) -> str:
     """Return a fact without the listed things that words name; "": none is named, or left."""
     match = LIST.fullmatch(text)
-    things = re.split(AND, match["things"]) if match else []
+    things = re.split(AND, match["names"] or match["things"]) if match else []
     rest = [thing for thing in things if not words & key_words(thing)]
     if not match or not rest or rest == things:
         return ""
@@ -1157,15 +1156,19 @@ def without_named(text: str, words: set[str]) -> str:
     return match["start"] + joined + match["end"]
 
 
-def with_dates(text: str, time: str) -> str:
-    """Return a text with dates for "tomorrow" and the like, which weak models leave."""
+def final_texts(text: str, time: str) -> list[str]:
+    """Return a text with dates for "tomorrow" and the like, and a sentence for each name."""
     at = datetime.fromisoformat(time)
     week = range(7 - at.weekday(), 14 - at.weekday())
     next_week = {f"next {at + timedelta(days):%A}": days for days in week}
-    for words, days in (DAYS | next_week).items():
+    for words, days in (DAYS | next_week).items():  # which weak models leave
         date = at + timedelta(days)
         text = re.sub(rf"\b(?:on )?{words}\b(?!['’])", f"on {date:%Y-%m-%d}", text)
-    return re.sub(r"\b(by|until|since) on (?=\d)", r"\1 ", text)
+    match = LIST.fullmatch(text)
+    if not match or not match["names"]:
+        return [text]
+    names = re.split(AND, match["names"])  # one of them may end alone
+    return [match["start"] + name + match["end"] for name in names]
 
 
 def is_said(evidence: Any, query: str) -> bool:
@@ -1280,7 +1283,7 @@ AND = r",?\s(?:and|&)\s|,\s"
 # "User uses A, B and C for work"; things that are no names only at the end
 LIST = re.compile(rf"""(?x)(?P<start>(?:The\s)?[Uu]ser
   (?:\s(?:is\s(?:learning|studying|using)|\w+(?:s|ed)(?:\s(?:with|to))?)|'s\s[\w ]+?\s(?:are|include))\s)
-(?P<things>{NAMES}|{THINGS}(?=\.?$))
+(?:(?P<names>{NAMES})|(?P<things>{THINGS})(?=\.?$))
 (?P<end>(?:\s(?:as|for|to|in|on|at|with|every)\s.*)?\.?)""")
 DAYS = {"the day after tomorrow": 2, "tomorrow": 1, "today": 0}
 DAYS |= {"the day before yesterday": -2, "yesterday": -1}
@@ -1840,6 +1843,7 @@ class Learner:
         proposed = await self.ask([*messages, request], form, "operations", list)
         nearest: dict[str, str] = {}
         if "delete" in str(proposed):
+            await self.embed_missing(user, FACTS)
             # Nothing is found where fewer than three facts have a vector.
             found = await self.nearest_facts(user, batch, by_words=False)
             nearest = {t.key: best[0]["id"] for t, best in zip(batch, found) if best}
@@ -1849,8 +1853,6 @@ class Learner:
         self, user: str, batch: list[Unlearned], by_words: bool = True
     ) -> list[list[Row]]:
         """Return for each turn the 200 facts nearest to its query, by meaning and words."""
-        if not by_words:  # else words will do: learning does not wait for embeddings
-            await self.embed_missing(user, FACTS)
         queries = [turn.row["query"] for turn in batch]
         vectors = await self.memory.embedder.vectors(queries)
         pairs = zip(queries if by_words else itertools.repeat(""), vectors)
@@ -1911,7 +1913,7 @@ class Learner:
             if isinstance(error, NoAnswer):
                 raise
             raise NoAnswer(repr(error)) from error
-        found = parse_answer(answer or "", key, kind)
+        found = parse_answer(answer, key, kind)
         self.memory.note("learning", failed=False)
         return found
 
@@ -2043,18 +2045,19 @@ class Turn:
             turn = Unlearned(self.session_id, row | {"ended_at": now()})
             said = set().union(*(key_words(QUOTED.sub("", text)) for text in queries))
             verdicts = []
-            for item in map(one_line, items):
-                final = final_form({"op": "add", "text": item}, {}, turn, None)
+            for item in map(one_line, items[:20]):
+                finals = final_forms({"op": "add", "text": item}, {}, turn, None)
                 words, facts, reason = key_words(item), store.state.facts, ""
                 score = round(len(words & said) / max(1, len(words)), 2)
-                if not final:
+                if not finals:
                     reason = "too long, passing, a secret or an instruction"
-                elif find_duplicate(facts, final["text"]):
+                elif all(find_duplicate(facts, one["text"]) for one in finals):
                     reason = "known already"
                 elif len(words) < 2 or score < 0.5:
                     reason = "not a statement that the user made"
                 else:
-                    store.apply(final)
+                    for final in finals:
+                        store.apply(final)
                 verdict = {"item": item, "score": score, "reason": reason}
                 verdicts.append(verdict | {"accepted": reason in ("", "known already")})
             return verdicts
