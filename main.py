@@ -47,7 +47,9 @@ from memory import Hints, Memory, Message, NotFound
 # --- Settings ---
 
 Json = dict[str, Any]  # an object on the wire
-Key = Annotated[str, StringConstraints(strip_whitespace=True, pattern="^.+$")]
+Key = Annotated[
+    str, StringConstraints(strip_whitespace=True, min_length=1, pattern="^.+$")
+]
 
 
 def without_password(url: HttpUrl) -> HttpUrl:
@@ -172,7 +174,7 @@ class Failure(HTTPException):
 
     def __repr__(self) -> str:
         # Some endpoints quote the key, or what the user said
-        return f"{self.code}: {self.detail} {memory.redact(self.cause)[:200]}"
+        return f"{self.code}: {self.detail} {memory.redact(self.cause[:300])}"
 
 
 class RejectedRequest(Failure, memory.RequestRefused):
@@ -681,7 +683,8 @@ def calls_in_text(text: str, functions: Container[str]) -> list[Json]:
 # --- The endpoint ---
 
 MISSHAPEN = (TypeError, AttributeError, LookupError)  # of an answer, or our own fault
-BROKEN = (aiohttp.ClientError, OSError, ValueError, *MISSHAPEN)
+LONG_LINE = aiohttp.http.HttpProcessingError
+BROKEN = (aiohttp.ClientError, LONG_LINE, OSError, ValueError, *MISSHAPEN)
 
 
 class Endpoint:
@@ -737,9 +740,8 @@ class Endpoint:
             streamed = reply and reply.size  # words that are out are not said again
             if last or streamed or failure.code != "upstream_unavailable":
                 raise failure
-            await asyncio.sleep(
-                0.5 if "messages" in body else 0
-            )  # a search may not wait
+            # A search, which stands before the first token, may not wait.
+            await asyncio.sleep(0 if path in ("embeddings", "rerank") else 0.5)
 
     async def send(self, path: str, body: Json, options: Json) -> Any:
         """Send a request, and once more without the part that the endpoint's error names.
@@ -995,6 +997,7 @@ OWN_HOST = re.compile(r"""(?xi)
 async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer 401 where a token is needed and none is sent, 403 to a stranger's Host.
 
+    Also 422 to a slash in a name.
     Before the routes, because FastAPI reads and checks a body before any dependency.
     """
     if scope["type"] == "http":
@@ -1007,7 +1010,7 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
         if not formed and path_of(scope) not in OPEN:  # whose it is, `owner` checks
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
-        # Decoded before the routes see it: the name "Ann/memories" would be one.
+        # Routes are found in the decoded path: DELETE /users/Ann%2Fmemories would be one.
         if b"%2f" in (scope.get("raw_path") or b"").lower():
             raise HTTPException(422, "A name has no slash.")
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers

@@ -1138,8 +1138,9 @@ def final_forms(
     things = key_words(" ".join(THING.findall(f"{text}|{current}")))
     if not (shared or alike) or not things <= shared:
         return finals
-    if new - old and not LIST.fullmatch(text) and without_named(current, said):
-        # One of several things is another now; the rest of them stay.
+    rest = without_named(current, said)
+    if new - old and rest and rest == without_named(current, said | new):
+        # One of several things is another now; the rest, of which nothing is told, stay.
         return [*finals, {"op": "delete", "id": fact["id"], "turn": turn}]
     finals[0] |= {"op": "update", "id": fact["id"]}
     return finals

@@ -1017,9 +1017,10 @@ def test_requests_use_the_proxy_but_for_some_hosts(start, model, monkeypatch, tm
     hosts = {path.partition("://")[2].split("/")[0] for path in model.paths}
     assert hosts == {"models.test", ""}  # embeddings are asked for without it
     monkeypatch.setenv("HTTPS_PROXY", "127.0.0.1:9")  # refuses: OpenAI is not asked
-    with start(**NOTHING_SET | NO_EMBEDDINGS | {"OPENAI_API_KEY": "x"}) as chat:
-        models = [endpoint.model for endpoint in chat.service.endpoints.values()]
-    assert models == ["gpt-4.1-mini", "text-embedding-3-small"]
+    keys = {"OPENAI_API_KEY": "x", "EMBEDDING_API_KEY": "y"}
+    with start(**NOTHING_SET | NO_EMBEDDINGS | keys) as chat:
+        asked = {one.model: one.key for one in chat.service.endpoints.values()}
+    assert asked == {"gpt-4.1-mini": "x", "text-embedding-3-small": "y"}
 
 
 @pytest.mark.parametrize("reply", [
@@ -1405,7 +1406,8 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
     assert shown == [([], first), *[([{"id": 0, "text": fact}], second)] * 2]
 
 
-def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
+def test_facts_are_added_updated_and_deleted_with_history(chat, model, monkeypatch):
+    monkeypatch.setattr(memory, "MAX_HISTORY", 3)
     lyon, paris, cat = "User lives in Lyon.", "User lives in Paris.", "User has a cat."
     first = add(lyon, "I live in Lyon", "profile", 0.9)
     model.operations.append([first, add(cat, "I have a cat")])
@@ -1418,11 +1420,10 @@ def test_facts_are_added_updated_and_deleted_with_their_history(chat, model):
     chat.tell("We moved from Lyon to Paris, and my cat died")
     tables = tables_in(chat.folder)
     [fact] = tables["facts"]
-    assert (fact["text"], fact["source"]) == (paris, f"{A}/2")
-    assert fact["kind"] == "episodic"
+    assert (fact["text"], fact["source"], fact["kind"]) == (paris, f"{A}/2", "episodic")
     events = [(r["event"], r["old_memory"], r["new_memory"]) for r in tables["history"]]
     changes = [("UPDATE", lyon, paris), ("DELETE", cat, None)]
-    assert events == [("ADD", None, lyon), ("ADD", None, cat), *changes]
+    assert events == [("ADD", None, cat), *changes]  # the newest
 
 
 def test_operations_that_fail_the_gate_are_dropped_alone(chat, model):
@@ -1616,7 +1617,7 @@ GATE_CASES = [
 ]
 # Secrets, what is over by tomorrow, instructions; and what only sounds like them
 NEVER_KEPT = """\
-User's PIN is 4711 | User's PIN is 1984 | User's password is hunter2 | User's wifi password is correct horse battery
+User's PIN is 4711 | User's PIN is 1984 | User's password's hunter2 | User's wifi password is correct horse battery
 User's password for mail is Tr0ub4dor | Das Passwort des Nutzers lautet Sommer2026!
 Le mot de passe de l'utilisateur est soleil42 | La contraseña del usuario es gato123
 A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | 사용자 비밀번호는 goyangi12 | ユーザーのパスワードはneko99
@@ -3446,8 +3447,7 @@ def test_users_beyond_the_bound_are_closed_and_opened_again(start, model, monkey
 def exited(chat):
     """Wait until a service that was told to stop has ended, by itself and in order."""
     assert chat.process.wait(30) in (0, -signal.SIGTERM)  # uvicorn's own end
-    stderr = chat.printed()[1]
-    assert "Finished server process" in stderr, stderr
+    assert "Finished server process" in chat.printed()[1], chat.printed()
 
 
 def test_a_client_that_does_not_read_its_answer_holds_up_no_stop(model, tmp_path):
