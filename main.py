@@ -997,8 +997,8 @@ OWN_HOST = re.compile(r"""(?xi)
 async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer 401 where a token is needed and none is sent, 403 to a stranger's Host.
 
-    Also 422 to a slash in a name.
-    Before the routes, because FastAPI reads and checks a body before any dependency.
+    Also 422 to a slash in a name. Before the routes, as FastAPI reads a body before any
+    dependency.
     """
     if scope["type"] == "http":
         headers, key = Request(scope).headers, settings.api_key.encode()
