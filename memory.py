@@ -1399,8 +1399,9 @@ def learning_request(facts: list[str], rows: list[Row], budget: int = 0) -> Mess
     for row in rows:
         # Not all of it: to look through 32,000 characters takes 20 ms.
         texts = {part: cut(redact(row[part][: 2 * n]), n) for part, n in sizes.items()}
-        # An echo, or a fence without content, would be learned from as well.
-        if alnum(row["response"]) in ("", "json", alnum(row["query"])):
+        # An echo, a fence without content and JSON would be learned from as well.
+        junk = alnum(row["response"]) in ("", "json", alnum(row["query"]))
+        if junk or re.match(r'(```\w*\s*)?\[?\{"', row["response"]):
             texts["response"] = ""
         turns.append({"at": row["ended_at"], **texts})
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]

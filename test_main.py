@@ -1383,12 +1383,12 @@ def asked(learning):
 
 def test_a_learning_asks_as_the_contract_says(chat, model):
     model.operations.append([add("User plays chess.", "I play chess")])
-    model.replies += [says("Nice!"), says("```json\n{ }\n[]\n```")]
+    model.replies.append(says("Nice!"))
     chat.tell("I play chess")
-    chat.tell("And I swim")
-    model.replies.append(says("And I swim."))  # an echo
-    chat.tell("And I swim")
-    shown, every = [], ([None], *[[0, None]] * 2)
+    for junk in ("```json\n{ }\n[]\n```", "And I swim.", '```json\n[{"name": "x"}]'):
+        model.replies.append(says(junk))
+        chat.tell("And I swim")
+    shown, every = [], ([None], *[[0, None]] * 3)
     for learning, ids in zip(model.learnings, every, strict=True):
         form = learning["response_format"]["json_schema"]
         operations = form["schema"]["properties"]["operations"]
@@ -1403,7 +1403,7 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
     first, fact = {"query": "I play chess", "response": "Nice!"}, "User plays chess."
     # An answer that says nothing is not learned from as one.
     second = {"query": "And I swim", "response": ""}
-    assert shown == [([], first), *[([{"id": 0, "text": fact}], second)] * 2]
+    assert shown == [([], first), *[([{"id": 0, "text": fact}], second)] * 3]
 
 
 def test_facts_are_added_updated_and_deleted_with_history(chat, model, monkeypatch):
