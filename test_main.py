@@ -1753,7 +1753,7 @@ Likes tea. | I'm into coffee now | update | Likes coffee. | update
 User has a dog named Rex. | I grew up in Rome | update | User's dog is Rex. | nothing
 User works in IT. | I left IT | delete | - | delete
 User keeps bees. | I gave my bees away | delete | - | delete
-User has a cat and a dog. | The cat ran away | update | User has a dog. | update
+User has a cat and a dog. | The cat ran away | update | User has a dog. | update ~ User likes tea and coffee. | I like green tea | update | User likes green tea and coffee. | update
 """
 # A fact, what is said that ends (a part of) it, and what is left of it; "" where it goes whole
 LEFT = """\
@@ -1767,7 +1767,7 @@ User visited Paris and lives in Lyon | I don't live in Lyon | ~ User is married 
 
 
 def test_a_fact_is_replaced_or_deleted_only_by_what_bears_on_it():
-    for row in BEARING.splitlines():
+    for row in re.split(" ~ |\n", BEARING.strip()):
         known, query, op, text, becomes = row.split(" | ")
         shown, proposed = [{"id": "x", "text": known}], [change(op, 0, query, text)]
         found = [one["op"] for one in memory.admit(proposed, shown, heard(query), {})]
