@@ -192,7 +192,7 @@ class EventStream(StreamingResponse):
     """
 
     task: asyncio.Task[None]  # which runs the turn
-    started = False  # the status is sent
+    started = False  # whether the status is sent
     ended = False  # `done` or `error` was emitted, or nobody is there to read it
 
     def __init__(self, request: TurnRequest, media_type: str = "application/x-ndjson"):
@@ -1010,7 +1010,7 @@ async def require_token(scope: Scope, receive: Receive, send: Send) -> None:
         if not formed and path_of(scope) not in OPEN:  # whose it is, `owner` checks
             bearer = {"WWW-Authenticate": "Bearer"}
             raise HTTPException(401, "A valid token is needed.", bearer)
-        # Routes are found in the decoded path: DELETE /users/Ann%2Fmemories would be one.
+        # In the decoded path, by which a route is found, Ann%2Fmemories is two parts.
         if b"%2f" in (scope.get("raw_path") or b"").lower():
             raise HTTPException(422, "A name has no slash.")
         # A web page anywhere may point its own name at 127.0.0.1 and read what answers

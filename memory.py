@@ -1140,7 +1140,7 @@ def final_forms(
         return finals
     rest = without_named(current, said)
     if new - old and rest and rest == without_named(current, said | new):
-        # One of several things is another now; the rest, of which nothing is told, stay.
+        # One of several things is another now; the others, not spoken of, stay.
         return [*finals, {"op": "delete", "id": fact["id"], "turn": turn}]
     finals[0] |= {"op": "update", "id": fact["id"]}
     return finals
@@ -1633,7 +1633,7 @@ class Memory:
             store = FactStore(self.mem0, replace(state))
             result = function(store, files)
             if store.state != state:
-                files.write(replace(store.state))  # which checks it once more
+                files.write(replace(store.state))  # made anew, and so checked
             return result
 
         result = await self.run(user, work)
