@@ -1803,11 +1803,10 @@ class Learner:
         except NoAnswer as error:
             log.warning("no answer while learning: %r", error)
             refused = isinstance(error, RequestRefused)
-            bad_answer = isinstance(error, BadAnswer)
             if refused and troubles[smaller] < 2:
                 troubles[smaller] += 1
             # Refused even so: it is this turn, if others are answered.
-            elif bad_answer or (refused and self.answered):
+            elif isinstance(error, BadAnswer) or (refused and self.answered):
                 troubles.update((turn.key, "bad") for turn in batch)
             else:
                 raise
