@@ -173,7 +173,7 @@ class Failure(HTTPException):
         self.code, self.cause = code, cause
 
     def __repr__(self) -> str:
-        # Some endpoints quote the key, or what the user said
+        # Some endpoints quote the key
         return f"{self.code}: {self.detail} {memory.redact(self.cause[:300])}"
 
 

@@ -733,7 +733,8 @@ class UserFiles:
         marked = [marker.stem for marker in self.folder.glob("*.unlearned")]
         paths = map(self.path, ["memory", session_id, *marked])
         kept = self.cache.kept
-        return all(path in kept and kept[path][0] == stamp(path) for path in paths)
+        # One look-up: a thread of another user may forget it meanwhile.
+        return all(kept.get(path, [0])[0] == stamp(path) for path in paths)
 
     def begin(self, name: str, session_id: str) -> Begun:
         """Return a turn's number and what stands before it: facts, newest file, unlearned turns."""

@@ -247,8 +247,7 @@ def improvise(request):
         return says("The result ", "is ", last["content"], ".")
     if request.get("tool_choice") == "none":
         return says("That is all I have.")
-    notes, _, message = main.text_of(last).rpartition("[/MEMORY HINTS]")
-    message = message.strip()
+    notes, _, message = main.text_of(last).strip().rpartition("[/MEMORY HINTS]")
     offered = {tool["function"]["name"] for tool in request.get("tools", [])}
     sum_ = re.search(r"\d[\d\s.]*[-+*/^][-+*/^\d\s.()]*\d", message)
     if sum_ and "calculate" in offered:
@@ -945,7 +944,7 @@ FAILURES = {  # what the endpoint does, how often it is asked, what its client i
     "elsewhere": ((307, {}, {"location": V1}), 2, 503, "upstream_unavailable"),
     "breaks off": ([CUT], 2, 503, "upstream_unavailable"),
     "another shape": ([{"choices": [{"delta": {"tool_calls": [None]}}]}], 2, 503, "upstream_unavailable"),
-    "ends without a word": ([], 2, 503, "upstream_unavailable"), "silence": ([WAIT], 1, 504, "upstream_timeout"),
+    "a line without end": ([b"data: " + b"x" * 3_000_000], 2, 503, "upstream_unavailable"), "ends without a word": ([], 2, 503, "upstream_unavailable"), "silence": ([WAIT], 1, 504, "upstream_timeout"),
 }  # fmt: skip
 
 
@@ -968,9 +967,8 @@ def test_each_failure_has_its_code(start, model, reply, tries, status, code, cap
             assert (error.status_code, error.code) == (status, code)
             kind = "server_error" if status > 500 else "invalid_request_error"
             assert error.type == kind
-            headers = error.response.headers
-            assert headers["content-type"] == "application/json"
-            assert headers["x-should-retry"] == "false"  # a turn already
+            sent = map(error.response.headers.get, ("content-type", "x-should-retry"))
+            assert [*sent] == ["application/json", "false"]  # a turn already
             told.append(error.response.text)
         assert len(model.requests) == 3 * tries
         for secret in ("sk-secret", "127.0.0.1", "Traceback", ".py", "openai"):
@@ -1407,7 +1405,6 @@ def test_a_learning_asks_as_the_contract_says(chat, model):
 
 
 def test_facts_are_added_updated_and_deleted_with_history(chat, model, monkeypatch):
-    monkeypatch.setattr(memory, "MAX_HISTORY", 3)
     lyon, paris, cat = "User lives in Lyon.", "User lives in Paris.", "User has a cat."
     first = add(lyon, "I live in Lyon", "profile", 0.9)
     model.operations.append([first, add(cat, "I have a cat")])
@@ -1423,7 +1420,10 @@ def test_facts_are_added_updated_and_deleted_with_history(chat, model, monkeypat
     assert (fact["text"], fact["source"], fact["kind"]) == (paris, f"{A}/2", "episodic")
     events = [(r["event"], r["old_memory"], r["new_memory"]) for r in tables["history"]]
     changes = [("UPDATE", lyon, paris), ("DELETE", cat, None)]
-    assert events == [("ADD", None, cat), *changes]  # the newest
+    assert events == [("ADD", None, lyon), ("ADD", None, cat), *changes]
+    monkeypatch.setattr(memory, "MAX_HISTORY", 2)
+    chat.tell("I like tea")
+    assert len(tables_in(chat.folder)["history"]) == 2
 
 
 def test_operations_that_fail_the_gate_are_dropped_alone(chat, model):
@@ -1617,7 +1617,7 @@ GATE_CASES = [
 ]
 # Secrets, what is over by tomorrow, instructions; and what only sounds like them
 NEVER_KEPT = """\
-User's PIN is 4711 | User's PIN is 1984 | User's password's hunter2 | User's wifi password is correct horse battery
+User's PIN is 4711 | User's PIN is 1984 | User's password is hunter2 | User's password's hunter2 | User's wifi password is correct horse battery
 User's password for mail is Tr0ub4dor | Das Passwort des Nutzers lautet Sommer2026!
 Le mot de passe de l'utilisateur est soleil42 | La contraseña del usuario es gato123
 A senha do usuário é gato123 | Пароль пользователя qwerty12 | 用户的密码是abc12345 | 사용자 비밀번호는 goyangi12 | ユーザーのパスワードはneko99
@@ -1977,8 +1977,9 @@ def test_fetch_memory_returns_what_bears_on_a_query_and_what_waits(chat, model):
     model.hold_learning.clear()
     for text in ("I like chess", "Thanks!"):
         chat.ask(text, session=C)
-    found = use(chat, model, "fetch_memory", {"query": "chess", "k": 1}, session=A)
-    assert found.endswith('- just said: "I like chess"')
+    for query in ({"query": "hobbies"}, {"query": "chess", "k": 1}):
+        found = use(chat, model, "fetch_memory", query, session=A)
+        assert found.endswith('- just said: "I like chess"')
 
 
 def test_past_conversations_are_recalled_with_date_session_and_neighbours(chat, model):
@@ -2429,8 +2430,7 @@ def turn(shared, *replies, **more):
     reply = shared.post("Go on.", user=f"u{uuid.uuid4().hex}", **more)
     events = [json.loads(line) for line in reply.content.splitlines()]  # at \n alone
     assert events.pop(0)["type"] == "memory"
-    varies = "ms", "message"
-    text = json.dumps([{k: e[k] for k in e if k not in varies} for e in events])
+    text = json.dumps([{k: e[k] for k in e.keys() - {"ms", "message"}} for e in events])
     for n, made in enumerate(of(events, "tool_call")):
         if re.fullmatch("[a-zA-Z0-9]{9}", made["id"]):  # any template takes it
             text = text.replace(made["id"], f"new{n}")
