@@ -1,495 +1,397 @@
-"""What a kill -9 or a full disk costs: this memory, and Mem0 with FAISS as documented.
+"""Is anything lost by kill -9, by a full disk, or by a task that is cancelled?
 
-    nice python .bench/crash.py [--trials 500] [--seed 1]
+    python .bench/crash.py [--trials 500] [--seed 17]     # kills and a full disk
+    python .bench/crash.py --sweep                        # every step, in a minute
 
-A trial is a process that works on a folder, killed 0 to 300 ms after its first work, and
-a second process that opens the folder again; five trials in a row share one folder. Ours:
-four sessions of two users, turn after turn, learning and index files meanwhile; what
-counts is each turn whose save() has returned. Mem0: `AsyncMemory.from_config`, its own
-FAISS store and SQLite history, against a local endpoint, one call after the other; what
-counts is each add(), update() and delete() that has returned. The disk is full by
-RLIMIT_FSIZE: no file may grow beyond a share of what the main one (memory.json, Mem0's
-index) has. On a real disk, what Mem0 has truncated would be free again.
+A trial is a process that is killed 0 to 300 ms after its first work, and a second one
+that opens the folder again. Five trials share a folder. A turn counts when save() has
+returned, a memory of Mem0 when add() has. If the disk is full (RLIMIT_FSIZE), the
+process first goes on as long, but no file grows beyond 4 KB.
+
+`--sweep` lets a process die before each step on the disk: each event of Python's audit
+that changes a file (open for writing, rename, remove, mkdir, rmdir, utime), and fsync.
+It also cancels a task at each await. It exits with 1 if anything is lost or doubled.
 """
 
-import argparse
 import asyncio
-import functools
-import hashlib
+import importlib
+import itertools
 import json
 import logging
 import multiprocessing
 import os
-import platform
-import re
 import resource
+import shutil
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
 import traceback
+import types
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
-from itertools import count
+from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-scratch = tempfile.TemporaryDirectory()
-os.environ |= {"MEM0_TELEMETRY": "False", "MEM0_DIR": scratch.name}  # before Mem0
-
-import faiss
-from mem0 import AsyncMemory
-from mem0.vector_stores.faiss import FAISS
+import common
 
 import memory
 
-DIMENSION = 1536  # Mem0's default
-LONGEST = 0.3  # seconds until a kill
-LIVES = 5  # on one folder
-SESSIONS = [(user, str(uuid.UUID(int=n))) for user in ("ann", "bob") for n in (1, 2)]
-LIKE = re.compile(r"I like (\w+)(?:, not (\w+)| (no more))?")
+MONDAY, TUESDAY = (str(uuid.UUID(int=n)) for n in (1, 2))
+PLACES = [(user, session) for user in ("ann", "bob") for session in (MONDAY, TUESDAY)]
+DIED = 70  # the exit code of a process that died at a step
 
 
-def vector(text: str) -> np.ndarray:
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    found = np.random.default_rng(seed).standard_normal(DIMENSION, "float32")
-    return found / np.linalg.norm(found)
+def run_process(work: Any, *arguments: Any, life: float = 0, full: bool = False) -> Any:
+    """Run a coroutine function in a fork; return the rows that it told.
 
-
-def differ(found: np.ndarray, text: str) -> bool:
-    return not np.allclose(found, vector(text), atol=1e-4)
-
-
-def fact(word: str) -> str:
-    return f"User likes {word}."
-
-
-def change(query: str) -> tuple[str | None, str | None]:
-    """Return the fact that a query ends and the one that it begins."""
-    new, old, over = LIKE.fullmatch(query).groups()
-    old, new = (new, None) if over else (old, new)
-    return old and fact(old), new and fact(new)
-
-
-def next_query(random: Random, liked: list[str], word: str) -> str:
-    if not liked or random.random() < 0.6:
-        liked.append(word)
-        return f"I like {word}"
-    old = liked.pop(random.randrange(len(liked)))
-    if random.random() < 0.5:
-        return f"I like {old} no more"
-    liked.append(word)
-    return f"I like {word}, not {old}"
-
-
-# --- Ours ---
-
-
-async def complete(messages: Any, schema: dict[str, Any]) -> str:
-    """Learn by one rule: the operations between the facts known and those after the turns."""
-    await asyncio.sleep(0.002)
-    asked = json.loads(messages[-1]["content"])
-    if schema["name"] == "session_summary":
-        return json.dumps({"summary": f"{len(asked['turns'])} turns. " * 20})
-    known = {row["text"]: row["id"] for row in asked["facts"]}
-    after: dict[Any, tuple[Any, Any, str]] = {}  # by the text now: id, text, evidence
-    for turn in asked["turns"]:
-        old, new = change(turn["query"])
-        id = after.pop(old)[0] if old in after else known.get(old)
-        after[new or turn["query"]] = id, new, turn["query"]
-    operations = []
-    for id, text, evidence in after.values():
-        if id is not None or text:
-            op = "add" if id is None else "update" if text else "delete"
-            row = {"op": op, "id": id, "text": text, "kind": "episodic"}
-            operations.append(row | {"importance": 0.7, "evidence": evidence})
-    return json.dumps({"operations": operations})
-
-
-async def embed(texts: list[str]) -> list[np.ndarray]:
-    return [vector(text) for text in texts]
-
-
-async def opened(folder: Path) -> memory.Memory:
-    """Open a memory that does often what it does seldom."""
-    memory.LEARN_DELAY, memory.FILE_TURNS = 0.005, 6
-    settings = memory.Settings(history_turns=2)
-    service = memory.Memory(folder, complete, embed, "random", settings=settings)
-    service.learner.context_tokens = 1 << 16  # all facts are shown to the rule
-    await service.open()
-    return service
-
-
-async def say(service: memory.Memory, user: str, session: str, query: str) -> None:
-    row = {"response": "Noted.", "status": "complete", "reasoning_mode": False}
-    row |= {"rounds": 1, "tools": [], "started_at": memory.now()}
-    async with service.turn(user, session) as turn:
-        await turn.hints(query)
-        await turn.save(query=query, **row)
-    tell("ack", user, session, query)
-
-
-async def our_life(folder: Path, life: str, seed: int) -> None:
-    service = await opened(folder)
-    tell("ready")
-
-    async def talk(n: int, user: str, session: str) -> None:
-        random, liked = Random(f"{seed}/{n}"), []
-        for turn in count():
-            query = next_query(random, liked, f"w{life}s{n}n{turn}")
-            await say(service, user, session, query)
-
-    async def save_indexes() -> None:
-        random = Random(seed)
-        while True:
-            await asyncio.sleep(random.uniform(0.01, 0.05))
-            for user in {user for user, _ in SESSIONS if (folder / user).exists()}:
-                with suppress(memory.NotFound):
-                    for file in (memory.FACTS, memory.MESSAGES):
-                        await service.learner.embed_missing(user, file)
-
-    talks = (talk(n, *place) for n, place in enumerate(SESSIONS))
-    await asyncio.gather(*talks, save_indexes())
-
-
-async def our_words(folder: Path) -> tuple[Any, Any, Path]:
-    service = await opened(folder)
-
-    async def like(word: str) -> None:
-        await say(service, *SESSIONS[0], f"I like {word}")
-
-    return like, functools.partial(settled, service), folder / "ann/memory.json"
-
-
-async def settled(service: memory.Memory) -> None:
-    """Wait until nothing is left to learn."""
-    deadline = time.monotonic() + 20
-    while any(service.folder.glob("*/*.unlearned")):
-        if time.monotonic() > deadline:
-            return tell("unlearned")
-        await asyncio.sleep(0.005)
-
-
-async def our_check(folder: Path, acknowledged: list[list[str]]) -> None:
-    """Learn what waits, then compare what is there with what was acknowledged."""
-
-    found = Counter(unreadable=unreadable(folder, read_checked))
-    service = await opened(folder)
-    await settled(service)
-    await service.close()
-    found["unreadable"] += unreadable(folder, read_checked)
-    for user in {user for user, _ in SESSIONS if (folder / user).exists()}:
-        expected: set[str] = set()
-        if not (folder / user / "memory.json").exists():  # killed in its first turn
-            found["lost"] += sum(told[1] == user for told in acknowledged)
-            continue
-        for session in (session for owner, session in SESSIONS if owner == user):
-            told = [a[3] for a in acknowledged if a[1:3] == [user, session]]
-            parts = (folder / user).glob(f"{session}*.json")
-            parts = sorted(parts, key=lambda path: (len(path.name), path.name))
-            # After a kill two files may hold the same turns, and only the very same.
-            rows = [row for path in parts for row in table(path, "turns")]
-            turns = list(
-                {json.dumps(row, sort_keys=True): row for row in rows}.values()
-            )
-            turns.sort(key=lambda row: row["turn"])
-            said = [turn["query"] for turn in turns]
-            found["lost"] += len(set(told) - set(said))
-            found["doubled"] += len(said) - len(set(said))
-            ordered = [query for query in said if query in set(told)] == told
-            numbered = [turn["turn"] for turn in turns] == [*range(1, len(said) + 1)]
-            found["out of order"] += not (ordered and numbered)
-            for old, new in map(change, said):
-                expected = expected - {old} | ({new} if new else set())
-        await asyncio.to_thread(check_facts, folder / user, expected, found)
-    tell("found", found, acknowledged)
-
-
-def read_checked(content: Any) -> None:
-    if hashlib.sha256(content[:-32]).digest() != content[-32:].tobytes():
-        raise ValueError("no checksum")
-    faiss.deserialize_index(content[:-32])
-
-
-def table(path: Path, name: str) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_bytes()).get(name, {}).values())
-
-
-def check_facts(folder: Path, expected: set[str], found: Counter[str]) -> None:
-    facts = table(folder / "memory.json", "facts")
-    texts = Counter(row["text"] for row in facts)
-    found["facts lost"] += len(expected - set(texts))
-    found["back"] += len(set(texts) - expected)
-    found["facts doubled"] += sum(row["frequency"] > 1 for row in facts)
-    found["facts doubled"] += texts.total() - len(texts)
-    history = table(folder / "memory.json", "history")
-    rows = ((row["memory_id"], row["new_memory"]) for row in history)
-    found["out of step"] |= replayed(rows) != {row["id"]: row["text"] for row in facts}
-    files = memory.IndexedFiles(folder, model="random")
-    vectors = files.vectors(memory.FACTS)
-    for id, entry in files.entries(memory.FACTS).items():
-        if id in vectors:
-            found["wrong vectors"] += differ(vectors[id], entry.text)
-
-
-# --- Mem0, as its documentation sets it up ---
-
-
-class Endpoint(BaseHTTPRequestHandler):
-    """OpenAI's embeddings and chat completions: a memory is what the user likes."""
-
-    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path.endswith("/embeddings"):
-            rows = enumerate(vector(text).tolist() for text in asked["input"])
-            data = [
-                {"object": "embedding", "index": n, "embedding": v} for n, v in rows
-            ]
-            answer = {"object": "list", "data": data, "model": "m"}
-        else:
-            [*_, word] = re.findall(r"I like (\w+)", asked["messages"][-1]["content"])
-            content = json.dumps({"memory": [{"id": "0", "text": fact(word)}]})
-            reply = {"role": "assistant", "content": content}
-            choice = {"index": 0, "message": reply, "finish_reason": "stop"}
-            answer = {"id": "x", "object": "chat.completion", "created": 0}
-            answer |= {"model": "m", "choices": [choice]}
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-# A process of its own serves it.
-server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-
-
-def documented(folder: Path) -> AsyncMemory:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    model = {"model": "m", "api_key": "x", "openai_base_url": url}
-    store = {"collection_name": "memories", "path": str(folder / "faiss")}
-    return AsyncMemory.from_config({
-        "llm": {"provider": "openai", "config": model},
-        "embedder": {"provider": "openai", "config": model},
-        "vector_store": {"provider": "faiss", "config": store},
-        "history_db_path": str(folder / "history.db"),
-    })  # fmt: skip
-
-
-async def memories(store: AsyncMemory) -> dict[str, str]:
-    found = await store.get_all(filters={"user_id": "ann"}, top_k=100_000)
-    return {row["id"]: row["memory"] for row in found["results"]}
-
-
-async def mem0_life(folder: Path, life: str, seed: int) -> None:
-    random, store = Random(seed), documented(folder)
-    known = [*await memories(store), await mem0_add(store, f"w{life}")]  # ready
-    for n in count():
-        if not known or random.random() < 0.6:
-            tell("try", None, fact(f"w{life}n{n}"))
-            known.append(await mem0_add(store, f"w{life}n{n}"))
-            continue
-        id = known.pop(random.randrange(len(known)))
-        if random.random() < 0.5:
-            tell("try", id, None)
-            await store.delete(id)
-            tell("ack", id, None)
-        else:
-            new = fact(f"w{life}n{n}")
-            tell("try", id, new)
-            await store.update(id, new)
-            tell("ack", id, new)
-            known.append(id)
-
-
-async def mem0_add(store: AsyncMemory, word: str) -> str:
-    [row] = (await store.add(f"I like {word}", user_id="ann"))["results"]
-    tell("ack", row["id"], row["memory"])
-    return row["id"]
-
-
-async def mem0_words(folder: Path) -> tuple[Any, Any, Path]:
-    like = functools.partial(mem0_add, documented(folder))
-    return like, functools.partial(asyncio.sleep, 0), folder / "faiss/memories.faiss"
-
-
-async def mem0_check(folder: Path, acknowledged: list[list[str]]) -> None:
-    """Compare the memories with the calls that returned, and with those that were tried."""
-    found = Counter(unreadable=unreadable(folder, faiss.deserialize_index))
-    # As get_all() would list them, which takes a whole AsyncMemory.
-    index = FAISS("memories", str(folder / "faiss"))
-    now = {id: row["data"] for id, row in index.docstore.items()}
-    with sqlite3.connect(folder / "history.db") as history:
-        query = "SELECT memory_id, new_memory FROM history ORDER BY rowid"
-        recorded = replayed(history.execute(query))
-    expected = replayed((id, text) for kind, id, text in acknowledged if kind == "ack")
-    # The call under way may have been carried out or not; an add's id is unknown.
-    after = expected | {
-        id: text for kind, id, text in acknowledged[-1:] if kind == "try"
-    }
-    lost = [id for id in expected if now.get(id) not in (expected[id], after[id])]
-    more = [id for id in now.keys() - after.keys() if now[id] not in after.values()]
-    found["lost"], found["back"] = len(lost), len(more)
-    found["doubled"] = len(now) - len(set(now.values()))
-    found["all lost"] = len(expected) > 1 and not now.keys() & expected.keys()
-    total = index.index.ntotal if index.index else 0
-    found["out of step"] = recorded != now or total != len(now)
-    for row, id in index.index_to_id.items():
-        if row < total and id in now:
-            found["wrong vectors"] += differ(index.index.reconstruct(row), now[id])
-    tell("found", found, [("ack", id, text) for id, text in now.items()])
-
-
-# --- Both ---
+    Args:
+        life: Seconds from its first row until it is killed. 0: it ends by itself.
+        full: Before it is killed, let it go on as long with a full disk.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.alarm(60)  # if it hangs
+            os.dup2(write, 1)
+            asyncio.run(work(*arguments))
+            os._exit(0)
+        except Exception:  # noqa: BLE001  (the parent sees the exit code)
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(write)
+    with open(read, "rb") as output:
+        told = output.readline()
+        if full:
+            time.sleep(life)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, 4096))
+        if life:
+            time.sleep(life)
+            os.kill(pid, signal.SIGKILL)
+        told += output.read()
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if ended not in (0, DIED, -signal.SIGKILL):
+        raise RuntimeError(f"{work.__name__} ended with {ended}")
+    told += b'["died"]' * (ended == DIED)
+    return [json.loads(line) for line in told.splitlines()]
 
 
 def tell(*row: Any) -> None:
     os.write(1, json.dumps(row).encode() + b"\n")
 
 
-def unreadable(folder: Path, read_vectors: Callable[[Any], Any]) -> int:
-    bad = 0
-    for path in folder.rglob("*.*"):
-        try:
-            if path.suffix in (".json", ".meta"):
-                json.loads(path.read_bytes())
-            if path.suffix == ".faiss":
-                read_vectors(np.frombuffer(path.read_bytes(), "uint8"))
-        except (ValueError, RuntimeError):
-            bad += 1
-        bad += "corrupt" in path.name
-    return bad
+@asynccontextmanager
+async def opened(folder: Path, complete: Any = common.complete) -> AsyncIterator[Any]:
+    """Yield a memory that does often what it does seldom."""
+    delays = {"learn_delay": 0.005, "retry_delay": 0.01, "quiet": 0.02}
+    more = {"settings": memory.Settings(history_turns=2, **delays)}
+    more["limits"] = lambda: memory.Limits(
+        1 << 18, "scripted"
+    )  # learning sees all facts
+    users = memory.Memory(folder, complete, common.embed, **more)
+    await users.open()
+    yield users
+    await users.close()
 
 
-def replayed(rows: Iterable[tuple[str, str | None]]) -> dict[str, str]:
-    """Return the texts that remain by id, after rows of id and new text (None: deleted)."""
-    return {id: text for id, text in dict(rows).items() if text}
+async def say(users: memory.Memory, user: str, session: str, query: str) -> None:
+    async with users.turn(user, session) as turn:
+        await turn.hints(query)
+        await turn.save(query, f"Noted in {session}.")
+    tell("done", user, session, query)
 
 
-async def until_full(words: Any, folder: Path, part: float) -> None:
-    """Say 30 words, then 3 more while no file can grow beyond a part of the main one's size."""
-    like, settle, file = await words(folder)
-    for n in range(30):
-        await like(f"old{n}")
-    await settle()
-    tell("full")
-    room, (_, most) = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(room * part), most))
-    for n in range(3):
-        try:
-            await like(f"new{n}")
-        except Exception as error:  # noqa: BLE001  (whichever: it is counted)
-            tell("error", type(error).__name__)
+async def live(folder: Path, life: str, seed: int) -> None:
+    async def talk(n: int, user: str, session: str) -> None:
+        random, liked = Random(f"{seed}/{n}"), []
+        for turn in itertools.count():
+            word, chance = f"w{life}s{n}n{turn}q", random.random()
+            query = f"I like {word}"
+            if liked and chance < 0.4:
+                old = liked.pop(random.randrange(len(liked)))
+                query += f" instead of {old}"
+            if liked and chance < 0.2:
+                query = f"I do not like {old} anymore"
+            else:
+                liked.append(word)
+            with suppress(OSError):  # of a full disk
+                await say(users, user, session, query)
+
+    async with opened(folder) as users:
+        await asyncio.gather(*(talk(n, *place) for n, place in enumerate(PLACES)))
 
 
-def run(life: float | None, act: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run a coroutine function in a process, killed `life` seconds after it is ready; return what it told."""
-    read, write = os.pipe()
-    if not (pid := os.fork()):
-        status = 1
-        try:
-            os.dup2(write, 1)
-            asyncio.run(act(*arguments))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            os._exit(status)
-    os.close(write)
-    with open(read, "rb") as output:
-        first = output.readline()
-        if life is not None:
-            time.sleep(life)
-            os.kill(pid, signal.SIGKILL)
-        told = first + output.read()
-    status = os.waitpid(pid, 0)[1]
-    assert status == (0 if life is None else signal.SIGKILL), f"{act} ended: {status}"
-    return [json.loads(line) for line in told.splitlines()]
+async def check(folder: Path, told: list[Any]) -> None:
+    """Learn what waits, then compare what is there with what was acknowledged."""
+    async with opened(folder) as users:
+        await users.idle()
+        facts = {user: await users.facts(user) for user, _ in PLACES}
+    found = Counter(unreadable=len(list(folder.rglob("*.corrupt-*"))))
+    said: dict[str, list[str]] = {user: [] for user in facts}
+    for user, session in PLACES:
+        there = queries(folder, user, session, found)
+        said[user] += there
+        acknowledged = [row[3] for row in told if row[1:3] == [user, session]]
+        found["lost"] += len(set(acknowledged) - set(there))
+        found["doubled"] += len(there) - len(set(there))
+        in_order = [query for query in there if query in set(acknowledged)]
+        found["out of order"] += in_order != acknowledged
+    for user, rows in facts.items():
+        texts, expected = {row["text"] for row in rows}, facts_after(said[user])
+        found["facts lost"] += len(expected - texts)
+        found["facts back"] += len(texts - expected)
+        found["facts doubled"] += sum(row["frequency"] for row in rows) - len(texts)
+    tell("found", found, told)
 
 
-def trials(number: int, seed: int, live: Any, check: Any) -> Counter[str]:
-    """Kill and look, so many times; a folder with a fault is not used again."""
-    total, random, folder, acknowledged = Counter(), Random(seed), Path(), []
-    for n in range(number):
-        if n % LIVES == 0 or not folder.name:
-            folder, acknowledged = Path(tempfile.mkdtemp(dir=scratch.name)), []
-        life = random.uniform(0, LONGEST)
-        told = run(life, live, folder, f"{n}l", random.randrange(1 << 30))
-        told = [row for row in told if row[0] in ("ack", "try")]
-        [*_, (_, found, acknowledged)] = run(None, check, folder, acknowledged + told)
-        total["trials"] += 1
-        total["acknowledged"] += sum(row[0] == "ack" for row in told)
-        total.update(found)
-        if any(found.values()):
-            total["trials with a fault"] += 1
-            folder = Path()
+def queries(folder: Path, user: str, session: str, found: Counter[str]) -> list[str]:
+    """Return what a session's file holds, and count a wrong numbering."""
+    path = folder / user / f"{session}.json"
+    content = json.loads(path.read_bytes()) if path.exists() else {}
+    rows = list(content.get("turns", {}).values())
+    numbers = [row["turn"] for row in rows]
+    found["out of order"] += numbers != [*range(1, len(rows) + 1)]
+    return [row["query"] for row in rows]
+
+
+def facts_after(said: Iterable[str]) -> set[str]:
+    facts: set[str] = set()
+    for query in said:
+        for _, ended, text in common.changes(query):
+            facts = facts - {f"{ended}."} | ({text} if text else set())
+    return facts
+
+
+async def mem0_live(folder: Path, life: str, seed: int) -> None:
+    mem0 = common.mem0_as_documented(folder, os.environ["MODEL_URL"])
+    for n in itertools.count():
+        with suppress(Exception):  # whatever Mem0 raises when the disk is full
+            added = await mem0.add(f"I like w{life}n{n}q", user_id="ann")
+            tell("done", added["results"][0]["id"])
+
+
+async def mem0_check(folder: Path, told: list[Any]) -> None:
+    """Compare Mem0's store with the calls of add() that returned."""
+    from mem0.vector_stores.faiss import FAISS
+
+    found = Counter(unreadable=1)
+    with suppress(ValueError):
+        json.loads((folder / "faiss/memories.json").read_bytes())
+        found["unreadable"] = 0
+    stored = FAISS("memories", str(folder / "faiss")).docstore
+    texts = {row["data"] for row in stored.values()}
+    found["lost"] = len({row[1] for row in told} - stored.keys())
+    found["doubled"] = len(stored) - len(texts)
+    tell("found", found, [("done", id) for id in stored])
+
+
+# --- Kills and a full disk ---
+
+
+def measure(trials: int, seed: int, root: Path) -> None:
+    systems, columns = {"": (live, check), "Mem0 ": (mem0_live, mem0_check)}, {}
+    with closing(common.model(root, "--learning=0.001", "--embedding=0.001")) as model:
+        os.environ["MODEL_URL"] = model.url
+        for name, system in systems.items():
+            for full, number in ((False, trials), (True, max(1, trials // 5))):
+                title = name + ("disk full" if full else "killed")
+                columns[title] = run_trials(number, seed, root, system, full)
+    names = columns["killed"]
+    rows = [[name, *(found[name] for found in columns.values())] for name in names]
+    common.print_table(["", *columns], rows)
+
+
+def run_trials(trials: int, seed: int, root: Path, system: Any, full: bool) -> Any:
+    live, check = system
+    total, random, folder, told = Counter(trials=trials), Random(seed), Path(), []
+    began = time.monotonic()
+    for n in range(trials):
+        if n % 5 == 0 or not folder.name:  # no folder after a fault
+            folder, told = Path(tempfile.mkdtemp(dir=root)), []
+        life, seed = random.uniform(0.001, 0.3), random.randrange(1 << 30)
+        new = run_process(live, folder, f"{n}l", seed, life=life, full=full)
+        [(_, found, told)] = run_process(check, folder, told + new)
+        fault = any(found.values())
+        total.update(found | {"acknowledged": len(new), "trials with a fault": fault})
+        folder = Path() if fault else folder
+    total["seconds"] = round(time.monotonic() - began)
     return total
 
 
-def full_disk(part: float, words: Any, check: Any) -> str:
-    folder = Path(tempfile.mkdtemp(dir=scratch.name))
-    told = run(None, until_full, words, folder, part)
-    kinds = [row[0] for row in told]
-    old, all_ = kinds.index("full"), [row for row in told if row[0] == "ack"]
-    lost = [run(None, check, folder, rows)[-1][1] for rows in (told[:old], all_)]
-    before, both = (found["lost"] + found.get("facts lost", 0) for found in lost)
-    return (
-        f"{kinds.count('error')} of 3 refused, {len(all_) - old} acknowledged"
-        f" ({both - before} of them lost), {before} of {old} older ones lost"
-    )
+# --- The sweep: die at every step, be cancelled at every await ---
+
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.utime", "os.truncate"}
+WORDS = [f"w{n}q" for n in range(12)]
+ALL, TUESDAYS, NONE = set(WORDS), set(WORDS[1::2]), set[str]()
+SAVES = ("save a turn", "begin damaged facts again")
+DELETES = {  # words that are then said, words that are known, and what no file holds
+    "delete_fact": (ALL, ALL - {"w0q"}, b"User likes w0q."),
+    "delete_facts": (ALL, NONE, b"User likes"),
+    "delete_session": (TUESDAYS, ALL, f"Noted in {MONDAY}".encode()),
+    "delete_user": (NONE, NONE, b"w0q"),
+}
+SWEEPS = (*SAVES, "learn, fold, embed", *DELETES)
 
 
-ROWS = """trials, acknowledged, lost, all lost, doubled, out of order, unreadable, facts lost,
-back, facts doubled, out of step, wrong vectors, trials with a fault, seconds"""
+async def prepare(folder: Path, name: str) -> None:
+    learns = name != "learn, fold, embed"
+    complete = common.complete if learns else lambda *_: asyncio.Future()
+    async with opened(folder, complete) as users:
+        for n, word in enumerate(WORDS):
+            await say(users, "ann", (MONDAY, TUESDAY)[n % 2], f"I like {word}")
+        if learns:
+            await users.idle()
+    if name == "begin damaged facts again":
+        (folder / "ann/memory.json").write_bytes(b'{"facts":')
+
+
+async def act(users: memory.Memory, name: str) -> None:
+    if name in SAVES:
+        async with users.turn("ann", MONDAY) as turn:
+            await turn.hints("I like newq")
+            await turn.search_conversations("w1q")
+            await turn.save("I like newq", "Noted.")
+    elif name in DELETES:
+        ids = {fact["text"]: fact["id"] for fact in await users.facts("ann")}
+        of = {"delete_session": [MONDAY], "delete_fact": [ids.get("User likes w0q.")]}
+        await getattr(users.user("ann"), name)(*of.get(name, []))
+    else:
+        await users.idle()
+
+
+def die_at(step: int) -> None:
+    """Let this process die before its nth step on the disk."""
+    steps, fsync = itertools.count(1), os.fsync
+
+    def count(event: str, arguments: Any) -> None:
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in CHANGES) and next(steps) == step:
+            os._exit(DIED)
+
+    sys.addaudithook(count)
+    # Nothing audits it, so it is counted as a rename.
+    os.fsync = lambda file: (count("os.rename", ()), fsync(file))
+
+
+@types.coroutine
+def cancelled_at(step: int, coroutine: Any) -> Any:
+    """Await a coroutine, and cancel the current task when it waits the nth time."""
+    go_on, given = coroutine.send, None
+    while True:
+        try:
+            waited_for = go_on(given)
+        except StopIteration:
+            return
+        step -= 1
+        if not step:
+            asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+        try:
+            go_on, given = coroutine.send, (yield waited_for)
+        except BaseException as error:  # noqa: BLE001  (it is thrown in again)
+            go_on, given = coroutine.throw, error
+
+
+async def act_until(folder: Path, name: str, step: int, cancel: bool) -> None:
+    """Act, and die at a step on the disk, or be cancelled at an await."""
+
+    async def run() -> None:
+        await cancelled_at(step if cancel else 0, act(users, name))
+        tell("acted")
+
+    if not cancel:
+        die_at(step)
+    async with opened(folder) as users:
+        await asyncio.wait([task := asyncio.create_task(run())])
+        if not task.cancelled():
+            task.result()
+        async with users.turn("ann", MONDAY) as turn:  # no lock is held
+            await turn.save("I like lastq", "Noted.")
+        await users.idle()
+
+
+async def go_on(folder: Path, name: str, acted: bool) -> None:
+    """Open the folder again: nothing is lost, doubled or back; a delete is repeated."""
+    async with opened(folder) as users:
+        await users.idle()
+        await say(users, "ann", TUESDAY, "I like lastq")
+        said, known = await read_words(folder, users)
+        if name not in DELETES:
+            new = {"newq"} if name in SAVES and acted else NONE
+            assert said == known and ALL | new <= said <= ALL | {"newq"}, (said, known)
+            return
+        *left, gone = DELETES[name]
+        assert [said, known] in ([left] if acted else [left, [ALL, ALL]]), (said, known)
+        with suppress(memory.NotFound):
+            await act(users, name)
+        assert [*await read_words(folder, users)] == left, name
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert not any(gone in path.read_bytes() for path in files), files
+
+
+async def read_words(folder: Path, users: memory.Memory) -> tuple[set[str], set[str]]:
+    """Return the words that were said, and those that are known, but the last one."""
+    await users.idle()
+    found: Counter[str] = Counter()
+    there = [queries(folder, "ann", session, found) for session in (MONDAY, TUESDAY)]
+    said = [query.split()[-1] for query in itertools.chain(*there)]
+    facts = await users.facts("ann")
+    known = [fact["text"].split()[-1].strip(".") for fact in facts]
+    for words in (said, known):  # the last word is said several times
+        words[:] = [word for word in words if word != "lastq"]
+        assert len(words) == len(set(words)), words
+    assert not found["out of order"], there
+    assert sum(fact["frequency"] > 1 for fact in facts) <= 1, facts
+    return set(said), set(known)
+
+
+def sweep_one(root: Path, name: str, cancel: bool) -> tuple[int, list[str]]:
+    """Return the number of steps or awaits, and the faults found there."""
+    base, faults = Path(tempfile.mkdtemp(dir=root)), []
+    run_process(prepare, base / "all", name)
+    for step in itertools.count(1):
+        folder = Path(shutil.copytree(base / "all", base / str(step)))
+        told = []
+        try:
+            told = run_process(act_until, folder, name, step, cancel)
+            run_process(go_on, folder, name, ["acted"] in told)
+        except RuntimeError as error:
+            faults.append(f"{name}, step {step}: {error}")
+        if told == [["acted"]] or len(faults) > 1:
+            return step - 1, faults
+
+
+def sweep(root: Path) -> int:
+    """Print what was found at each step and await; return the number of faults."""
+    cases = [(name, cancel) for cancel in (False, True) for name in SWEEPS]
+    cases.remove(("learn, fold, embed", True))
+    fork, rows = multiprocessing.get_context("fork"), []
+    with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
+        results = [pool.submit(sweep_one, root, *case) for case in cases]
+        for (name, cancel), result in zip(cases, results, strict=True):
+            steps, faults = result.result()
+            rows.append([name, "await" if cancel else "step", steps, len(faults)])
+            print(*faults, sep="\n", end="\n" * bool(faults))
+    common.print_table(["while it does this", "at every", "of", "faults"], rows)
+    return sum(row[-1] for row in rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    server.handle_error = lambda *_: None  # clients are killed
-    endpoint = multiprocessing.get_context("fork").Process(target=server.serve_forever)
-    endpoint.start()
-    documented(Path(tempfile.mkdtemp(dir=scratch.name)))  # imports, before the forks
-    systems = {
-        "ours": (our_life, our_check, our_words),
-        "Mem0": (mem0_life, mem0_check, mem0_words),
-    }
-    columns, disk = [], []
-    for name, (live, check, words) in systems.items():
-        begun = time.monotonic()
-        columns.append(trials(given.trials, given.seed, live, check))
-        columns[-1]["seconds"] = round(time.monotonic() - begun)
-        for part in (0, 0.5):
-            found = full_disk(part, words, check)
-            disk.append(f"disk full, files up to {part:.0%}, {name}: {found}")
-    endpoint.terminate()
-    names = [f"{name} {version(name)}" for name in ("mem0ai", "faiss-cpu", "tinydb")]
-    python = platform.python_version()
-    print(f"{os.cpu_count()} cores, Python {python},", ", ".join(names))
-    print(f"{'':>20}", *(f"{name:>10}" for name in systems))
-    for name in " ".join(ROWS.split()).split(", "):
-        print(f"{name:>20}", *(f"{column[name]:>10}" for column in columns))
-    print(*disk, sep="\n")
+    options = common.options(__doc__, trials=500, seed=17, sweep=False)
+    logging.disable()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        os.environ |= {"MEM0_TELEMETRY": "False", "MEM0_DIR": str(root / "mem0")}
+        importlib.import_module("mem0")  # a second, so before the forks
+        if options.sweep:
+            sys.exit(1 if sweep(root) else 0)
+        measure(options.trials, options.seed, root)
 
 
 if __name__ == "__main__":
-    logging.disable()
-    with scratch:
-        main()
+    main()
