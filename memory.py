@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +72,10 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 log = logging.getLogger("memory")
 T = TypeVar("T")
 Row = dict[str, Any]
+Rows = list[Row]
 Message = dict[str, Any]
 Vector = np.ndarray  # of float32, of length 1
+Vectors = dict[int, Vector]  # by `vector_id`
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Complete = Callable[[list[Message], Row], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[Any]]]  # lists of numbers, or arrays
@@ -98,7 +100,7 @@ class Settings:
 
 
 class Limits(NamedTuple):
-    """What a server may tell only after it has started."""
+    """Limits of the two models, which may be known only after the start."""
 
     context_tokens: int = 8192  # of the model behind `complete`
     embedding_model: str = ""  # vectors that another model made are made again
@@ -110,7 +112,7 @@ def check_time(text: str) -> str:
     return text
 
 
-Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601; in the files UTC
+Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601, in the files UTC
 
 
 class Fact(TypedDict):
@@ -152,14 +154,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def local_time(time: str) -> datetime:
-    """Return a time of the files in the machine's own zone."""
-    return datetime.fromisoformat(time).astimezone()
+def local_time(time: str) -> str:
+    """Return a time of the files in the machine's own zone, to the minute."""
+    return datetime.fromisoformat(time).astimezone().isoformat(timespec="minutes")
 
 
 def count_tokens(text: str) -> int:
     """Estimate tokens as UTF-8 bytes / 3, which is high for English (about 4)."""
     return len(text.encode("utf-8", "replace")) // 3 + 1
+
+
+def prompt_tokens(messages: list[Message]) -> int:
+    return sum(count_tokens(message["content"]) + 4 for message in messages)
 
 
 def cut(text: str, size: int) -> str:
@@ -168,20 +174,20 @@ def cut(text: str, size: int) -> str:
 
 
 def cut_middle(text: str, size: int) -> str:
-    """Return a text, or only its beginning and end, at most `size` UTF-8 bytes.
-
-    The question often stands behind a long paste.
-    """
+    """Return at most `size` UTF-8 bytes of a text: all of it, or beginning and end."""
     content = text.encode("utf-8", "replace")
     if len(content) <= size:
         return text
     half = max(1, (size - 5) // 2)
-    return " … ".join(
-        part.decode(errors="ignore") for part in (content[:half], content[-half:])
-    )
+    return (content[:half] + " … ".encode() + content[-half:]).decode(errors="ignore")
 
 
 # --- Memory ---
+
+RERANKED = 32  # facts that a cross-encoder is asked about
+EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
+EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
+FACTS, MESSAGES = "memory.faiss", "turns.faiss"  # files of vectors
 
 
 class Memory:
@@ -228,8 +234,8 @@ class Memory:
         self.locks = Locks(self.folder / ".lock")
         os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
         await self.locks.in_thread(open_mem0)
-        for name, sessions in (await self.locks.in_thread(self.waiting)).items():
-            self.learner.pending[name] = sessions
+        self.learner.pending = await self.locks.in_thread(self.waiting)
+        for name in self.learner.pending:
             self.learner.schedule(name)
 
     async def close(self) -> None:
@@ -244,15 +250,12 @@ class Memory:
                 self.learner.schedule(name)
             await asyncio.sleep(0.02)
         for folder in self.folder.glob("[!.]*/"):
-            for name in (FACTS, MESSAGES):
-                with suppress(NotFound):
-                    await self.learner.embed_missing(self.files(folder.name), name)
+            with suppress(NotFound):
+                for name in (FACTS, MESSAGES):
+                    await self.embed_missing(self.files(folder.name), name)
 
     def waiting(self) -> Counter[str]:
-        """Return how many sessions of each user wait to be learned.
-
-        It also finishes the deletions of users that a crash cut off.
-        """
+        """Return how many sessions wait, by user; delete what a crash left of users."""
         for deleted in self.folder.glob(".deleted-*"):
             shutil.rmtree(deleted, ignore_errors=True)
         # Not by pathlib, because it fails if a folder is deleted meanwhile.
@@ -277,96 +280,87 @@ class Memory:
             self.learner.schedule(user.folder.name)
 
     def user(self, user_id: str) -> "User":
-        """Return what is stored about a user, which need not exist."""
+        """Return the files of a user, who need not exist."""
         return self.files(folder_of(normal_name(user_id)))
 
     def files(self, folder: str) -> "User":
         return User(self.folder / folder, self.limits().embedding_model, self.locks)
 
-    async def facts(self, user_id: str, query: str = "", k: int = 20) -> list[Row]:
+    async def facts(self, user_id: str, query: str = "", k: int = 20) -> Rows:
         """Return all facts with their scores, or the k best that fit a query."""
         user = self.user(user_id)
         with suppress(NotFound):
             state, waiting = await user.read()
-            if waiting:  # if the facts' file was damaged, everything waits again
+            if waiting:  # after damage to the facts' file, every session waits again
                 self.learner.schedule(user.folder.name)
             if not query:
                 return scored(state.facts)
-            await self.learner.embed_missing(user, FACTS)
+            await self.embed_missing(user, FACTS)
             return (await self.search(user, query, k))[0]
         return []
 
-    async def search(
-        self, user: "User", query: str, k: int
-    ) -> tuple[list[Row], list[str]]:
+    async def search(self, user: "User", query: str, k: int) -> tuple[Rows, list[str]]:
         """Return at most k relevant facts, best first, and what could not be used."""
         vector = await self.query_vector(query)
         degraded = [] if vector is not None else ["embeddings"]
         facts = await user.search_facts(query, vector, max(k, RERANKED))
         if self.rerank and facts:
-            try:
-                with self.noted("rerank"):
-                    facts = await self.reranked(self.rerank, query, facts, k)
-            except Exception:  # whatever the endpoint did, the order stands
-                log.warning("reranking failed", exc_info=True)
-                degraded.append("rerank")
+            texts = [fact["text"] for fact in facts]
+            with self.may_fail("rerank"):
+                async with asyncio.timeout(self.settings.rerank_timeout):
+                    scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
+                return in_order(facts, scores, k), degraded
+            degraded.append("rerank")
         return facts[:k], degraded
-
-    async def reranked(
-        self, rerank: Rerank, query: str, facts: list[Row], k: int
-    ) -> list[Row]:
-        """Return the best facts in the order of a cross-encoder."""
-        texts = [fact["text"] for fact in facts]
-        async with asyncio.timeout(self.settings.rerank_timeout):
-            scores = dict(await rerank(cut_middle(query, 2000), texts, k))
-        if len(scores) < min(k, len(facts)) or not math.isfinite(sum(scores.values())):
-            raise ValueError("some of the best have no score")
-        best = sorted(scores, key=lambda place: -scores[place])
-        return [{**facts[n], "score": round(scores[n], 4)} for n in best]
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""
-        if not self.embed:
-            return None
-        text = cut_middle(query, EMBEDDED_BYTES)
-        try:
-            with self.noted("embeddings"):
+        text = self.settings.embedding_query_prefix + cut_middle(query, EMBEDDED_BYTES)
+        if self.embed:
+            with self.may_fail("embeddings"):
                 async with asyncio.timeout(self.settings.embedding_timeout):
-                    prefix = self.settings.embedding_query_prefix
-                    [vector] = await self.embed([prefix + text])
+                    [vector] = await self.embed([text])
                 return unit_vector(vector)
-        except Exception:  # whatever the endpoint did
-            log.warning("embeddings failed", exc_info=True)
-            return None
+        return None
 
-    async def embed_documents(self, texts: list[str]) -> list[Vector | None]:
-        """Return a vector per text. None: the endpoint refuses this text alone."""
+    async def embed_missing(self, user: "User", name: str) -> None:
+        """Make the vectors that a user's file lacks, as far as the endpoint answers."""
+        missing = await user.missing_vectors(name) if self.embed else {}
+        if not missing:
+            return
+        rest = iter(missing.items())
+        with self.may_fail("embeddings"):
+            while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
+                await user.add_vectors(name, await self.embed_documents(texts))
+
+    async def embed_documents(self, texts: dict[int, str]) -> Vectors:
+        """Return the vectors of texts, except of those that the endpoint refuses."""
         assert self.embed
         prefix = self.settings.embedding_document_prefix
-        documents = [prefix + cut_middle(text, EMBEDDED_BYTES) for text in texts]
-        try:
-            vectors = await self.embed(documents)
-            return [unit_vector(v) for _, v in zip(texts, vectors, strict=True)]
-        except RequestRefused:  # because there are too many, or one is too long
-            alone: list[Vector | None] = []
-            for document in documents:
-                try:
-                    # 1,500 digits are 1,500 tokens, more than most models take.
-                    [vector] = await self.embed([cut(document, 500)])
-                    alone.append(unit_vector(vector))
-                except RequestRefused:
-                    alone.append(None)
-            return alone
+        documents = [prefix + cut_middle(texts[id], EMBEDDED_BYTES) for id in texts]
+        with suppress(RequestRefused):  # there are too many, or one is too long
+            vectors = map(unit_vector, await self.embed(documents))
+            return dict(zip(texts, vectors, strict=True))
+        alone = {}
+        for id, document in zip(texts, documents):
+            with suppress(RequestRefused):
+                # 1,500 digits are 1,500 tokens, more than most models take.
+                [vector] = await self.embed([cut(document, 500)])
+                alone[id] = unit_vector(vector)
+        return alone
 
     @contextmanager
-    def noted(self, part: str) -> Iterator[None]:
-        """Keep in `degraded` since when a part does not work."""
+    def may_fail(self, part: str) -> Iterator[None]:
+        """Log a failure of a part that can be done without; keep since when it fails."""
         try:
             yield
-        except Exception:
-            self.degraded.setdefault(part, now())
+        except NotFound:  # the user was deleted meanwhile
             raise
-        self.degraded.pop(part, None)
+        except Exception:  # whatever the endpoint did
+            self.degraded.setdefault(part, now())
+            log.warning("%s failed", part, exc_info=True)
+        else:
+            self.degraded.pop(part, None)
 
     @property
     def pending(self) -> int:
@@ -374,23 +368,26 @@ class Memory:
         return self.learner.pending.total()
 
 
-# --- One turn ---
+def in_order(facts: Rows, scores: dict[int, float], k: int) -> Rows:
+    """Return the k facts whose places have the best scores."""
+    if len(scores) < min(k, len(facts)) or not math.isfinite(sum(scores.values())):
+        raise ValueError("some of the best have no score")
+    best = heapq.nlargest(k, scores, key=scores.__getitem__)
+    return [{**facts[n], "score": round(scores[n], 4)} for n in best]
 
-RERANKED = 32  # facts that a cross-encoder is asked about
-EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
-EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
-FACTS, MESSAGES = "memory.faiss", "turns.faiss"  # files of vectors
+
+# --- One turn ---
 
 
 @dataclass
 class Hints:
     """What memory puts before the model, besides the session's own turns."""
 
-    facts: list[Row]  # with their score; best first
+    facts: Rows  # with their score; best first
     said: list[str]  # what was said elsewhere and is not yet learned, newest first
     degraded: list[str]  # parts that could not be used
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Rows:
         """Return what a client is told of the facts."""
         names = ("id", "text", "kind", "score")
         return [{name: fact[name] for name in names} for fact in self.facts]
@@ -415,18 +412,17 @@ def hint_line(fact: Row) -> str:
     """Return a fact as a line; an episodic one with the date when it was last said."""
     line = f"- {one_line(fact['text'])}"
     if fact["kind"] == "episodic":
-        line += f" ({local_time(fact['last_seen_at']):%Y-%m-%d})"
+        line += f" ({local_time(fact['last_seen_at'])[:10]})"
     return line
 
 
-def fitting(facts: list[Row], budget: int) -> list[Row]:
+def fitting(facts: Rows, budget: int) -> Rows:
     """Return the first facts whose lines take at most `budget` tokens together."""
     return facts[: count_that_fit(map(hint_line, facts), budget)]
 
 
 def count_that_fit(texts: Iterable[str], budget: int) -> int:
-    sums = itertools.accumulate(map(count_tokens, texts))
-    return sum(1 for _ in itertools.takewhile(lambda tokens: tokens <= budget, sums))
+    return sum(n <= budget for n in itertools.accumulate(map(count_tokens, texts)))
 
 
 @dataclass
@@ -438,7 +434,7 @@ class Turn:
     session_id: str
     state: "State"
     transcript: "Transcript"
-    unlearned: list["Unlearned"]  # all that waits, of all sessions
+    unlearned: Rows  # all that waits, of all sessions
     message: str = ""  # what the user says in this turn
 
     @property
@@ -466,7 +462,7 @@ class Turn:
         said = said[: count_that_fit(said, settings.hint_tokens // 3)]
         budget = settings.hint_tokens - sum(map(count_tokens, said))
         facts = [fact for fact in scored(self.state.facts) if not has_faded(fact)]
-        if len(fitting(facts, budget)) == len(facts):
+        if fitting(facts, budget) == facts:
             return Hints(facts, said, [] if self.memory.embed else ["embeddings"])
         profile = [fact for fact in facts if fact["kind"] == "profile"]
         profile = fitting(profile, budget // 2)
@@ -479,7 +475,7 @@ class Turn:
     def just_said(self, history: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
         shown = {*history} or {row["query"] for row in self.history}
-        queries = [turn.row["query"] for turn in reversed(self.unlearned)]
+        queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown][:20]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new]
         # In bytes too, because 200 Chinese letters would not fit a third of the hints.
@@ -500,7 +496,7 @@ class Turn:
         block = self.memory.settings.history_turns
         while True:
             prompt = self.prompt(system, summary, turns, hints)
-            if sum(count_tokens(one["content"]) + 4 for one in prompt) <= limit:
+            if prompt_tokens(prompt) <= limit:
                 return prompt
             if len(turns) > 2:
                 turns = turns[min(block, len(turns) - 2) :]
@@ -524,8 +520,8 @@ class Turn:
         for row in turns:
             prompt.append(as_message("user", row["query"]))
             prompt.append(as_message("assistant", row["response"] or "(interrupted)"))
-        message = f"{hints.block()}\n\n{self.message}"
-        return [*prompt, as_message("user", message)]
+        prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
+        return prompt
 
     async def save(
         self, query: str, response: str, status: str = "complete", **more: Any
@@ -560,26 +556,24 @@ class Turn:
         k = max(1, min(k, 20))
         facts, _ = await self.memory.search(self.user, query, k)
         said = sorted(self.just_said(), key=lambda text: not share_word(text, query))
-        lines = [
-            *map(hint_line, facts),
-            *(f'- just said: "{text}"' for text in said[:k]),
-        ]
+        lines = [hint_line(fact) for fact in facts]
+        lines += [f'- just said: "{text}"' for text in said[:k]]
         return "\n".join(lines) or "Nothing relevant is known about the user."
 
-    async def propose_memory(self, items: list[str]) -> list[Row]:
+    async def propose_memory(self, items: list[str]) -> Rows:
         """Propose short facts about the user to remember, in the third person."""
         return await self.user.propose(self, items[:20])
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations."""
-        await self.memory.learner.embed_missing(self.user, MESSAGES)
+        await self.memory.embed_missing(self.user, MESSAGES)
         vector = await self.memory.query_vector(query)
+        found = await self.user.search_turns(query, vector, max(1, min(k, 10)))
         text = ""
-        k = max(1, min(k, 10))
-        for session_id, rows in await self.user.search_turns(query, vector, k):
+        for session_id, rows in found:
             text += f"Conversation {session_id}:\n"
             for row in rows:
-                day = f"{local_time(row['ended_at']):%Y-%m-%d}"
+                day = local_time(row["ended_at"])[:10]
                 text += f"{day} user: {cut_middle(row['query'], 500)}\n"
                 text += f"{day} assistant: {cut_middle(row['response'], 500)}\n"
         return text or "Nothing relevant was said in past conversations."
@@ -600,7 +594,8 @@ class Learner:
 
     def __init__(self, memory: Memory, complete: Complete):
         self.memory, self.complete = memory, complete
-        self.at_work = asyncio.Semaphore(memory.settings.learn_concurrency)
+        self.settings = memory.settings
+        self.free_slots = asyncio.Semaphore(self.settings.learn_concurrency)
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
         self.due: dict[str, asyncio.Event] = {}
         self.pending: Counter[str] = Counter()  # turns that wait
@@ -613,41 +608,45 @@ class Learner:
         self.due[name].set()
 
     async def stop(self) -> None:
-        tasks = [*self.tasks.values()]
-        for task in tasks:
+        for task in self.tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def work_for(self, name: str) -> None:
-        """Learn what waits of a user; embed past turns once the user is quiet."""
-        due, settings = self.due[name], self.memory.settings
+        """Learn what waits of a user, also if more comes meanwhile."""
+        due = self.due[name]
         try:
             while due.is_set():  # also after a deletion, because the user may be back
                 due.clear()
-                await asyncio.sleep(settings.learn_delay)
+                await asyncio.sleep(self.settings.learn_delay)
                 try:
                     await self.learn_waiting(name)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(settings.quiet):
-                            await due.wait()
-                    if not due.is_set():
-                        await self.embed_missing(self.memory.files(name), FACTS)
-                        await self.embed_missing(self.memory.files(name), MESSAGES)
+                    await self.embed_when_quiet(self.memory.files(name), due)
                 except NotFound:
-                    self.pending.pop(name, None)
+                    log.info("a user was deleted before all was learned")
+                except OSError:
+                    log.warning("past turns wait for their vectors", exc_info=True)
         finally:
-            del self.tasks[name], self.due[name]
+            del self.tasks[name], self.due[name], self.pending[name]
+
+    async def embed_when_quiet(self, user: "User", due: asyncio.Event) -> None:
+        """Embed facts and past turns, unless the next turn comes soon."""
+        try:
+            async with asyncio.timeout(self.settings.quiet):
+                await due.wait()
+        except TimeoutError:
+            await self.memory.embed_missing(user, FACTS)
+            await self.memory.embed_missing(user, MESSAGES)
 
     async def learn_waiting(self, name: str) -> None:
         """Learn all that waits of a user, however long the endpoint or disk fails."""
         failures: Counter[str] = Counter()  # by turn
-        delay = self.memory.settings.retry_delay
-        while True:
+        delay, more = self.settings.retry_delay, True
+        while more:
             try:
-                async with self.memory.locks.held(f"{name}/learn"), self.at_work:
-                    if not await self.learn(name, failures):
-                        return
-                delay = self.memory.settings.retry_delay
+                async with self.memory.locks.held(f"{name}/learn"), self.free_slots:
+                    more = await self.learn(name, failures)
+                delay = self.settings.retry_delay
             except (NoAnswer, OSError) as error:
                 self.memory.degraded.setdefault("learning", now())
                 log.warning("learning waits %g s: %r", delay, error.__cause__ or error)
@@ -656,103 +655,91 @@ class Learner:
 
     async def learn(self, name: str, failures: Counter[str]) -> bool:
         """Learn the turns that have waited longest. Return False if none waits."""
-        user = self.memory.files(name)
+        user, settings = self.memory.files(name), self.settings
         state, waiting = await user.read()
         self.pending[name] = len(waiting)
         if not waiting:
-            del self.pending[name]
             facts = scored(state.facts)
-            if len(fitting(facts, self.memory.settings.hint_tokens)) < len(facts):
-                await self.embed_missing(user, FACTS)  # they will be searched
+            if fitting(facts, settings.hint_tokens) != facts:
+                await self.memory.embed_missing(user, FACTS)  # they will be searched
             return False
-        batch = self.next_batch(waiting, failures)
-        first, most = batch[0].key, self.memory.settings.max_facts
+        first = waiting[0]["source"]
+        texts = [turn["query"] + turn["response"][:1000] for turn in waiting]
+        fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
+        batch = waiting[: 1 if failures[first] else max(1, min(fit, BATCH_TURNS))]
         try:
             operations = await self.propose(user, state, batch, failures[first])
-            await user.learn(batch, operations, most)
+            await user.learn(batch, operations, settings.max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
             ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=ours)
-            failures.update(turn.key for turn in batch)
+            failures.update(turn["source"] for turn in batch)
             if failures[first] == 3:
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
-                await user.learn(batch, [], most)
-        if self.memory.settings.summaries:
-            for session_id in {turn.session_id for turn in batch}:
-                with suppress(NotFound):  # the session was deleted
-                    await self.summarize(user, session_id)
+                await user.learn(batch, [], settings.max_facts)
+        for session_id in {turn["session_id"] for turn in batch}:
+            try:
+                await self.summarize(user, session_id)
+            except (NotFound, RequestRefused) as error:  # tried after the next turn
+                log.warning("no summary: %r", error)
         return True
 
-    def next_batch(
-        self, waiting: list["Unlearned"], failures: Counter[str]
-    ) -> list["Unlearned"]:
-        """Return the first turns for one call; after a failure one turn alone."""
-        if failures[waiting[0].key]:
-            return waiting[:1]
-        texts = [turn.row["query"] + turn.row["response"][:1000] for turn in waiting]
-        fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
-        return waiting[: max(1, min(fit, BATCH_TURNS))]
-
     async def propose(
-        self, user: "User", state: "State", batch: list["Unlearned"], failures: int
+        self, user: "User", state: "State", batch: Rows, failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change; return what passes the checks."""
-        room = self.memory.limits().context_tokens * 3 // 4  # the rest is the answer's
+        # A quarter is left for the answer. vLLM makes a token of each 2.6 bytes of JSON,
+        # so 5/8 by `count_tokens` is 3/4 by vLLM.
+        room = self.memory.limits().context_tokens * 5 // 8
         prompt = learning_prompt((room * 5 // 9) >> failures)
         budget = (room - prompt_tokens(prompt)) >> failures
-        shown = await self.facts_to_show(user, state, batch, budget // 6)
-        texts = [fact["text"] for fact in shown]
-        rows = [turn.row for turn in batch]
-        request = learning_request(texts, rows, budget)
+        shown: list[Any] = [*state.facts.values()]
+        if len(shown) > SHOWN_FACTS or fitting(shown, budget // 5) != shown:
+            said = "\n".join(turn["query"] for turn in batch)
+            vector = await self.memory.query_vector(said)
+            shown = await user.search_facts(said, vector, SHOWN_FACTS, cutoff=False)
+            shown = fitting(shown, budget // 5)
+        request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
         in_thread = self.memory.locks.in_thread
         admitted, dropped = await in_thread(admit, proposed, shown, batch)
         operations = []
         for operation in admitted:
-            fact = state.facts.get(operation.id)
-            if fact:
-                settled = await self.settle(operation, fact)
-                operations += settled
-                dropped += [] if settled else ["still true"]
-            else:
-                operations.append(operation)
+            settled = await self.settle(operation, state.facts.get(operation.id))
+            operations += settled
+            dropped += [] if settled else ["still true"]
         for rule in dropped:
             log.info("an operation was dropped by the rule: %s", rule)
         self.memory.dropped += len(dropped)
         return operations
 
-    async def facts_to_show(
-        self, user: "User", state: "State", batch: list["Unlearned"], budget: int
-    ) -> list[Row]:
-        """Return the facts that may be touched: all if few, else the nearest."""
-        facts: list[Row] = [dict(fact) for fact in state.facts.values()]
-        if len(fitting(facts[:SHOWN_FACTS], budget)) < len(facts):
-            said = "\n".join(turn.row["query"] for turn in batch)
-            vector = await self.memory.query_vector(said)
-            facts = await user.search_facts(said, vector, SHOWN_FACTS, cutoff=False)
-        return fitting(facts[:SHOWN_FACTS], budget)
-
-    async def settle(self, operation: "Operation", fact: Fact) -> list["Operation"]:
+    async def settle(
+        self, operation: "Operation", fact: Fact | None
+    ) -> list["Operation"]:
         """Return what becomes of a change of a fact; empty: it is dropped."""
-        text, query = fact["text"], operation.query
-        said = operation.op == "delete" or not is_invented(operation.text, query)
-        if said and is_clear(operation, text):
+        if not fact:
+            return [operation]
+        text, new, query = fact["text"], operation.text, operation.query
+        deletes = operation.op == "delete"
+        said = deletes or not is_invented(new, query)
+        if deletes:
+            clear = not unnamed_words(text, query)
+        else:
+            clear = said and (share_word(text, query) or share_word(text, new))
+        if clear:
             return [operation]
         left = await self.still_true(text, query)
         if left is None:
             return [operation]
-        kept = operation._replace(op="add", id="")
-        added = [kept] if operation.op == "update" and said else []
+        added = [] if deletes or not said else [operation._replace(op="add", id="")]
         if is_rest(left, text, query):
             rest = operation._replace(op="update", text=left, kind=fact["kind"])
             return [rest._replace(importance=fact["importance"]), *added]
-        if operation.op == "delete" and share_word(text, query):
-            return [operation]
-        return added
+        return [operation] if deletes and share_word(text, query) else added
 
     async def still_true(self, fact: str, query: str) -> str | None:
         """Ask the model what is still true of a fact after a message; None: nothing."""
@@ -764,29 +751,22 @@ class Learner:
 
     async def summarize(self, user: "User", session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
-        keep = self.memory.settings.history_turns
-        # In bytes, of which three are a token
-        limit = self.memory.limits().context_tokens // 2
-        while True:
+        keep = self.settings.history_turns
+        limit = self.memory.limits().context_tokens // 2  # bytes, three for a token
+        schema = json_schema("session_summary", {"summary": {"type": "string"}})
+        folded = self.settings.summaries > 0
+        while folded:
             transcript = await user.read_session(session_id)
             old: list[Any] = transcript.verbatim()[:-keep]
             if len(old) <= keep:
                 return
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
             size, parts = limit // len(old) // 2, ("query", "response")
-            turns = [
-                {part: cut_middle(row[part], size) for part in parts} for row in old
-            ]
+            turns = [{key: cut_middle(row[key], size) for key in parts} for row in old]
             request = {"previous": cut(transcript.summary, limit), "turns": turns}
             prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
-            schema = json_schema("session_summary", {"summary": {"type": "string"}})
-            try:
-                summary = await self.ask(prompt, schema, "summary", str)
-            except (NoAnswer, RequestRefused) as error:  # tried after the next turn
-                log.warning("no summary: %r", error.__cause__ or error)
-                return
-            if not await user.fold(session_id, old, cut(summary.strip(), 8000)):
-                return
+            summary = await self.ask(prompt, schema, "summary", str)
+            folded = await user.fold(session_id, old, cut(summary.strip(), 8000))
 
     async def ask(
         self, messages: list[Message], schema: Row, key: str, kind: Any
@@ -802,29 +782,10 @@ class Learner:
         except RequestRefused:
             raise
         except Exception as error:  # whatever kept the endpoint from answering
-            self.memory.degraded.setdefault("learning", now())
             raise NoAnswer from error
         answer = parse_answer(text, key, kind)
         self.memory.degraded.pop("learning", None)
         return answer
-
-    async def embed_missing(self, user: "User", name: str) -> None:
-        """Make the vectors that a user's file lacks, as far as the endpoint answers."""
-        if not self.memory.embed:
-            return
-        try:
-            missing = await user.missing_vectors(name)
-            for start in range(0, len(missing), EMBEDDED_TEXTS):
-                ids = [*missing][start : start + EMBEDDED_TEXTS]
-                texts = [missing[id] for id in ids]
-                with self.memory.noted("embeddings"):
-                    vectors = await self.memory.embed_documents(texts)
-                made = {id: v for id, v in zip(ids, vectors) if v is not None}
-                await user.add_vectors(name, made)
-        except NotFound:
-            raise
-        except Exception:  # whatever the endpoint or the disk did, words serve
-            log.warning("embeddings failed", exc_info=True)
 
 
 # --- Prompts and schemas ---
@@ -945,27 +906,25 @@ for _fact, _message, _left in STILL_TRUE_EXAMPLES:
     STILL_TRUE.append(as_message("assistant", {"left": _left}))
 
 
-def learning_request(facts: list[str], rows: list[TurnRow], budget: int) -> Message:
-    """Return the last message of a learning call: facts under the ids 0, 1, …, turns.
-
-    Args:
-        budget: Tokens for all of it. Each turn shows at least 500 bytes of its texts.
-    """
+def learning_request(facts: Rows, batch: Rows, budget: int) -> Message:
+    """Return the last message of a learning call, of about `budget` tokens."""
     # A message is learned by its beginning and end, an answer by its beginning.
     query_bytes, response_bytes = max(500, budget), max(500, min(1000, budget // 3))
     turns = []
-    for row in rows:
+    for row in batch:
         query = redact(cut_middle(row["query"], query_bytes))
         response = redact(cut(row["response"], response_bytes))
         # A weak model learns from an echo or from JSON as if the user had said it.
         if letters(response) == letters(query) or re.match(r"[\s`\w]*[{\[]", response):
             response = ""
-        at = local_time(row["ended_at"]).isoformat(timespec="minutes")
+        at = local_time(row["ended_at"])
         turns.append({"at": at, "query": query, "response": response})
-    return learning_message(turns[-1]["at"][:10], facts, turns)
+    texts = [fact["text"] for fact in facts]
+    return learning_message(turns[-1]["at"][:10], texts, turns)
 
 
-def learning_message(today: str, facts: list[str], turns: list[Row]) -> Message:
+def learning_message(today: str, facts: list[str], turns: Rows) -> Message:
+    """Return a message with facts under the ids 0, 1, 2 and so on, and turns."""
     known = [{"id": id, "text": text} for id, text in enumerate(facts)]
     return as_message("user", {"today": today, "facts": known, "turns": turns})
 
@@ -986,11 +945,6 @@ def learning_prompt(budget: int) -> list[Message]:
     return messages
 
 
-def prompt_tokens(messages: list[Message]) -> int:
-    """Estimate tokens of JSON, of which vLLM made one of each 2.6 bytes."""
-    return sum(len(one["content"].encode()) * 2 // 5 + 4 for one in messages)
-
-
 def parse_answer(text: str, key: str, kind: Any) -> Any:
     """Return a field of the JSON object in a model's answer.
 
@@ -1006,24 +960,24 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict) and "op" in value and kind is list:
-            value = [value]
-        if isinstance(value, list) and kind is list:
-            rows = [row for row in value if isinstance(row, dict) and "op" in row]
-            if rows or text.strip() == "[]":
-                return rows
-        elif isinstance(value, dict) and key in value:
-            found = value[key]
-            found = [found] if kind is list and isinstance(found, dict) else found
-            if isinstance(found, kind):
-                return found
+        named = isinstance(value, dict) and key in value
+        found = value[key] if named else value
+        if kind is list and isinstance(found, dict):
+            found = [found]
+        if isinstance(found, kind) and (named or is_bare_list(found, text)):
+            return found
     raise RequestRefused(f"no {key} in the model's answer")
+
+
+def is_bare_list(rows: list[Any], text: str) -> bool:
+    """Tell whether a list without its object has operations, or is all of a text."""
+    return text.strip() == "[]" or any("op" in row for row in rows if type(row) is dict)
 
 
 # --- What may become a fact ---
 #
 # A rule knows no words of a language, except for stop words and two patterns, because
-# rules made of English words threw away what a good model did right in others.
+# rules made of English words threw away what a good model did right in other languages.
 
 MAX_FACT_CHARS = 160
 MAX_READ = 32_000  # bytes of a message that are compared with a quote
@@ -1042,136 +996,103 @@ class Operation(NamedTuple):
     query: str  # what the user said
 
 
-def admit(
-    proposed: list[Any], shown: list[Row], turns: list["Unlearned"]
-) -> tuple[list[Operation], list[str]]:
+def admit(proposed: list[Any], shown: Rows, batch: Rows) -> tuple[list[Any], list[Any]]:
     """Return what passes the checks, and the names of the rules that dropped the rest.
 
     Args:
         proposed: Operations as the model wrote them.
         shown: The facts that the model knows by their place in this list.
-        turns: The turns that it has read, oldest first.
+        batch: The turns that it has read, oldest first.
     """
-    admitted: list[Operation] = []
-    dropped: list[str] = []
     known = {str(place): fact for place, fact in enumerate(shown)}
-    for row in filter(is_change, proposed):
-        fact = known.get(str(row.get("id")), {})
-        turn = turn_of_evidence(str(row.get("evidence") or ""), turns)
-        operation = as_operation(row, fact, turn) if turn else None
-        rule = why_dropped(operation, fact) if operation else "evidence"
-        if rule:
-            dropped.append(rule)
-        elif operation:
-            admitted.append(operation)
-    # Of all that is to happen to one fact only the last does. An update comes after a
+    checked = [
+        check_operation(row, known.get(str(row.get("id"))), batch)
+        for row in proposed
+        # A row without a text says that there is nothing to keep.
+        if isinstance(row, dict) and (row.get("text") or row.get("op") == "delete")
+    ]
+    admitted = [one for one in checked if isinstance(one, Operation)]
+    dropped = [one for one in checked if isinstance(one, str)]
+    # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
     admitted.sort(key=lambda one: (one.at, one.op != "delete"))
     last = {one.id or number: one for number, one in enumerate(admitted)}
     return [*last.values()], dropped
 
 
-def is_change(row: Any) -> bool:
-    """Tell whether a proposal says anything, because some say "nothing to keep"."""
-    return isinstance(row, dict) and bool(row.get("text") or row.get("op") == "delete")
-
-
-def turn_of_evidence(evidence: str, turns: list["Unlearned"]) -> "Unlearned | None":
-    """Return the newest turn in which the user said this."""
-    said = (turn for turn in reversed(turns) if is_said(evidence, turn.row["query"]))
-    return next(said, None)
-
-
-def as_operation(row: Row, fact: Row, turn: "Unlearned") -> Operation:
-    """Return a model's operation in the one form that the checks know."""
-    given = row.get("importance")
-    importance = float(given) if isinstance(given, int | float) else 0.5
-    op = str(row.get("op")).lower()
+def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
+    """Return a model's operation in one form, or the name of the rule that drops it."""
+    evidence = str(row.get("evidence") or "")
+    said = (turn for turn in reversed(batch) if is_said(evidence, turn["query"]))
+    turn = next(said, None)  # the newest
+    if not turn:
+        return "evidence"
+    op, text = str(row.get("op")).lower(), one_line(row.get("text"))
+    kind = "profile" if row.get("kind") == "profile" else "episodic"
+    importance = row.get("importance")
+    if not isinstance(importance, int | float):
+        importance = 0.5
     if op == "update" and not fact:
         op = "add"
-    return Operation(
-        op=op,
-        id=fact["id"] if op in ("update", "delete") and fact else "",
-        text=one_line(row.get("text")) if op != "delete" else "",
-        kind="profile" if row.get("kind") == "profile" else "episodic",
-        importance=min(importance, 1.0),
-        source=turn.key,
-        at=turn.row["ended_at"],
-        query=turn.row["query"],
-    )
-
-
-def why_dropped(operation: Operation, fact: Row) -> str:
-    """Return the name of the rule that an operation breaks; "": it passes."""
-    if operation.op not in ("add", "update", "delete"):
-        return "operation"
-    if operation.op == "delete":
-        return "" if fact else "unknown fact"
-    if not operation.importance >= 0.2:  # NaN neither
-        return "importance"
-    if operation.op == "add" and is_invented(operation.text, operation.query):
-        return "invented"  # of an update the model is asked what is left of its fact
-    if operation.op == "update" and operation.text == fact["text"]:
-        return "unchanged"
-    return why_not(operation.text)
+    if op == "delete":
+        text, rule = "", "" if fact else "unknown fact"
+    elif op not in ("add", "update"):
+        rule = "operation"
+    elif not importance >= 0.2:  # this refuses NaN, too
+        rule = "importance"
+    elif op == "add" and is_invented(text, turn["query"]):
+        rule = "invented"  # for an update, the model is asked what is left of its fact
+    elif fact and op == "update" and text == fact["text"]:
+        rule = "unchanged"
+    else:
+        rule = why_not(text)
+    id = fact["id"] if fact and op != "add" else ""
+    about = (min(1.0, importance), turn["source"], turn["ended_at"], turn["query"])
+    return rule or Operation(op, id, text, kind, *about)
 
 
 def is_said(evidence: str, query: str) -> bool:
-    """Tell whether a quote stands in the query, in nearly the same letters.
-
-    Three quarters of its groups of three letters do. A shorter quote than four letters
-    stands in it whole.
-    """
+    """Tell whether three quarters of a quote's groups of 3 letters are in the query."""
     quote, said = letters(evidence), letters(cut_middle(query, MAX_READ))
     if len(quote) < 4:
         return bool(quote) and quote in said
     groups = {quote[n : n + 3] for n in range(len(quote) - 2)}
-    found = sum(group in said for group in groups)
-    return found >= 0.75 * len(groups)
+    return sum(group in said for group in groups) >= 0.75 * len(groups)
 
 
 def is_invented(text: str, query: str) -> bool:
-    """Tell whether a text has nothing to do with what was said in the same script."""
+    """Tell whether a text shares no word with a query in the same script."""
     return not share_word(text, query) and script(text) == script(query)
-
-
-def is_clear(operation: Operation, fact: str) -> bool:
-    """Tell whether a change of a fact needs no question to the model."""
-    if operation.op == "delete":
-        return not unnamed_words(fact, operation.query)
-    return share_word(fact, operation.query) or share_word(fact, operation.text)
 
 
 def unnamed_words(fact: str, query: str) -> set[str]:
     """Return the content words of a fact that the user did not name."""
-    named = roots(query)
-    return {word for word in roots(fact) if not any(alike(word, n) for n in named)}
+    return {
+        word for word in roots(fact) if not any(alike(word, n) for n in roots(query))
+    }
 
 
 def is_rest(left: str, fact: str, query: str) -> bool:
     """Tell whether a text is what remains of a fact: less of it, in its own words."""
     rest, whole = roots(left), roots(fact)
+    named = whole - rest - unnamed_words(fact, query)
     begins = split_words(left)[:1] == split_words(fact)[:1]
-    gone = whole - rest
-    named = gone - unnamed_words(fact, query)
     return begins and bool(rest and named) and rest < whole and not why_not(left)
 
 
 def share_word(a: str, b: str) -> bool:
     """Tell whether two texts share a content word, in any language's endings."""
-    words, others = roots(a), roots(b)
-    if words & others:
-        return True
-    return any(alike(word, other) for word in words for other in others)
+    others = roots(b)
+    return any(alike(word, other) for word in roots(a) for other in others)
 
 
 def alike(word: str, other: str) -> bool:
     """Tell whether two words may be forms of one word, in any language."""
     short, long = sorted((word, other), key=len)
-    if len(short) >= 4 and short[:4] == long[:4]:
-        return True
-    within = len(short) >= 3 and len(long) <= len(short) + 2 and short in long
-    return short == long or within
+    if len(short) < 3:
+        return short == long
+    begins = len(short) > 3 and short[:4] == long[:4]
+    return begins or (short in long and len(long) <= len(short) + 2)
 
 
 @functools.lru_cache(maxsize=64)  # a query is compared with several facts
@@ -1179,9 +1100,8 @@ def roots(text: str) -> frozenset[str]:
     """Return the content words of a text without accents; of Chinese its letters."""
     found: set[str] = set()
     for word in content_words(cut_middle(text, MAX_READ), STOP):
-        parts = word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)]
-        found |= {part for part in parts if part not in STOP_LETTERS}
-    return frozenset(found)
+        found.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
+    return frozenset(found - STOP_LETTERS)
 
 
 def script(text: str) -> str:
@@ -1305,51 +1225,45 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Let Mem0 add, update or delete. A fact said again is only counted."""
-        if operation.op == "delete":
-            self.mem0.delete(operation.id)
-            return
-        new = {"kind": operation.kind, "importance": operation.importance}
+        id, facts = operation.id, self.state.facts
+        new: Row = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": operation.source, "last_seen_at": operation.at}
-        twin = find_duplicate(self.state.facts, operation.text)
-        if twin and twin["id"] != operation.id:
-            self.reinforce(twin, operation)
-            if operation.id:  # the fact has become what another says already
-                self.mem0.delete(operation.id)
-        elif operation.id:
-            self.mem0.update(operation.id, operation.text, metadata=new)
+        twin = find_duplicate(facts, operation.text)  # none for a delete
+        if twin and twin["id"] != id:
+            if twin["source"] != operation.source:
+                # Not through Mem0, because that would be a row of history.
+                seen = max(twin["last_seen_at"], operation.at)
+                again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
+                facts[twin["id"]] = twin | again
+            if id:  # now it says the same as another fact
+                self.mem0.delete(id)
+        elif operation.op == "delete":
+            self.mem0.delete(id)
+        elif id:
+            self.mem0.update(id, operation.text, metadata=new)
         else:
             new |= {"frequency": 1, "created_at": operation.at}
             self.mem0.add(operation.text, user_id="user", infer=False, metadata=new)
 
-    def reinforce(self, fact: Fact, operation: Operation) -> None:
-        """Count that a fact was said in one more turn."""
-        if fact["source"] != operation.source:
-            # Not through Mem0, because that would be a row of history.
-            seen = max(fact["last_seen_at"], operation.at)
-            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
-            self.state.facts[fact["id"]] = fact | again
-
     def evict(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
         ranked = scored(self.state.facts)
-        profile = [fact for fact in ranked if fact["kind"] == "profile"]
-        facts: dict[str, Any] = self.state.facts
-        for fact in profile[MAX_PROFILE:]:
-            facts[fact["id"]] = facts[fact["id"]] | {"kind": "episodic"}
+        profile = [fact["id"] for fact in ranked if fact["kind"] == "profile"]
+        for id in profile[MAX_PROFILE:]:
+            self.state.facts[id] = {**self.state.facts[id], "kind": "episodic"}
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
     # What Mem0 calls
 
-    def insert(self, vectors: list[Any], payloads: list[Row], ids: list[str]) -> None:
+    def insert(self, vectors: list[Any], payloads: Rows, ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])
 
     def update(self, vector_id: str, vector: Any, payload: Row) -> None:
-        given = {**payload, "id": vector_id, "text": payload["data"]}
+        fact: Any = {**payload, "id": vector_id, "text": payload["data"]}
         # Only a fact's own fields, or Mem0 links entities of its `user_id`.
-        fact: Any = {
-            name: given[name] for name in Fact.__annotations__ if name in given
-        }
+        for name in fact.keys() - Fact.__annotations__:
+            del fact[name]
         self.state.facts[vector_id] = fact
 
     def delete(self, vector_id: str) -> None:
@@ -1370,38 +1284,36 @@ class FactStore:
         """Return no vector, because facts are embedded in the background."""
 
 
-def scored(facts: dict[str, Fact]) -> list[Row]:
+def scored(facts: dict[str, Fact]) -> Rows:
     """Return facts with their score now, best first, and of equal ones the newest."""
-    rows = map(with_score, reversed(facts.values()))
-    return sorted(rows, key=lambda fact: -fact["score"])
+    newest: Any = reversed(facts.values())
+    rows = [{**fact, "score": score_now(fact)} for fact in newest]
+    return sorted(rows, key=lambda row: -row["score"])
 
 
-def with_score(fact: Fact) -> Row:
+def score_now(fact: Any) -> float:
     age = datetime.now(UTC) - datetime.fromisoformat(fact["last_seen_at"])
     fresh = math.exp(-max(timedelta(), age) / timedelta(days=30))
     often = min(1.0, math.log1p(fact["frequency"]) / 3)
-    score = 0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often
-    return {**fact, "score": round(score, 4)}
+    return round(0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often, 4)
 
 
-def has_faded(fact: Row) -> bool:
-    """Tell whether a scored fact is neither shown nor found. It stays on disk."""
-    return fact["kind"] == "episodic" and fact["score"] < 0.25
+def has_faded(fact: Any) -> bool:
+    """Tell whether a fact is neither shown nor found. It stays on disk."""
+    return fact["kind"] == "episodic" and score_now(fact) < 0.25
 
 
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact whose content words agree in order, endings aside."""
     words = ordered_words(text)
-    for fact in facts.values():
-        if words and ordered_words(fact["text"]) == words:
-            return fact
-    return None
+    same = (fact for fact in facts.values() if ordered_words(fact["text"]) == words)
+    return next(same, None) if words else None
 
 
 # --- Search ---
 
-RARE = 3.25  # sigmas that a word held by one entry alone is worth, in a plain ranking
-ALL = 6.0  # sigmas that all words of the query are worth, with a cutoff
+RARE = 3.25  # sigmas for a word that only one entry holds, without a cutoff
+ALL = 6.0  # sigmas for all words of the query, with a cutoff
 BEST, OTHERS = 0.59, 0.3  # the least evidence of each entry, of the chance maximum
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
@@ -1461,7 +1373,7 @@ class Index:
     has OTHERS m and is at most m behind the best. `.bench/recall.py` has the figures.
     """
 
-    def __init__(self, entries: dict[int, Entry], vectors: dict[int, Vector]):
+    def __init__(self, entries: dict[int, Entry], vectors: Vectors):
         """Index entries by the ids of their vectors. Some may lack a vector."""
         self.entries, self.spread = [*entries.values()], 0.0
         self.keywords = sqlite3.connect(":memory:", check_same_thread=False)
@@ -1470,14 +1382,12 @@ class Index:
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
         rows = ([*map(spaced, entry[1:])] for entry in self.entries)
         self.keywords.executemany(insert, rows)
-        self.index_vectors(
-            {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        )
+        vectors = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
+        if len(vectors) > 2:
+            self.index_vectors(vectors)
 
-    def index_vectors(self, vectors: dict[int, Vector]) -> None:
+    def index_vectors(self, vectors: Vectors) -> None:
         """Index vectors by the places of their entries, and measure their spread."""
-        if len(vectors) < 3:
-            return
         self.dense = flat_index(vectors)
         # Sorted, or the sample would depend on the order of the entries.
         ordered = sorted(vectors.values(), key=lambda vector: vector[0])
@@ -1533,7 +1443,7 @@ class Index:
         return words
 
 
-def flat_index(vectors: dict[int, Vector]) -> Any:
+def flat_index(vectors: Vectors) -> Any:
     """Return a FAISS index of vectors by id, which compares a query with each."""
     matrix = np.stack([*vectors.values()])
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
@@ -1577,11 +1487,9 @@ def query_terms(query: str) -> list[str]:
 
 
 def content_words(text: str, stop: frozenset[str]) -> list[str]:
-    """Return the words that matter, in order.
-
-    A stop word with a capital inside a sentence is a name, such as Will or An.
-    """
+    """Return the words that matter, in order."""
     text = USER_WORDS.sub(" ", text)
+    # A stop word with a capital inside a sentence is a name, such as Will or An.
     inside = re.findall(r"(?<=[\w,;'’] )\w+|(?<=')\w+", text)
     names = {folded(word) for word in inside if word[0].isupper()} - SUBJECTS
     return [word for word in split_words(text) if word not in stop or word in names]
@@ -1611,12 +1519,7 @@ class State:
     id: str  # random: tells a user from a deleted one of the same name
     facts: dict[str, Fact] = field(default_factory=dict)  # by id
     learned: dict[str, int] = field(default_factory=dict)  # session_id → last turn
-    history: list[Row] = field(default_factory=list)  # oldest first
-
-    def copied(self) -> "State":
-        """Return a state that may be changed, because this one is shared."""
-        facts, learned, history = {**self.facts}, {**self.learned}, [*self.history]
-        return State(self.name, self.id, facts, learned, history)
+    history: Rows = field(default_factory=list)  # oldest first
 
 
 class SummaryRow(TypedDict):
@@ -1641,19 +1544,8 @@ class Transcript(NamedTuple):
         return self.turns[self.summarized :]
 
 
-class Unlearned(NamedTuple):
-    """A turn that waits to be learned."""
-
-    session_id: str
-    row: TurnRow
-
-    @property
-    def key(self) -> str:
-        return f"{self.session_id}/{self.row['turn']}"
-
-
 class AtomicStorage(Storage):
-    """TinyDB's way to a file that is replaced whole.
+    """A TinyDB storage that replaces its file whole.
 
     TinyDB's own JSONStorage writes in place: 17 of 50 kills left an unreadable file.
     """
@@ -1677,7 +1569,7 @@ class AtomicStorage(Storage):
 class UserFiles:
     """Everything about one user: facts, transcripts and vectors, in one folder.
 
-    All methods run in a thread, under the user's lock. `User` has those for others.
+    All methods run in a thread, under the user's lock. Other code uses `User`.
     """
 
     folder: Path
@@ -1692,7 +1584,7 @@ class UserFiles:
         """
         if not self.folder.is_dir():
             raise NotFound("user")
-        state = load_file(self.folder / "memory.json", parse_state)
+        state = load_file(self.folder / "memory.json", STATE.validate_json)
         if state is None:
             # First the markers, or nobody would learn the sessions after a kill here.
             for session_id in self.session_ids():
@@ -1701,7 +1593,8 @@ class UserFiles:
             self.write(state)
         if id and id != state.id:
             raise NotFound("user")
-        return state
+        # Copies of its parts, because others share what `load_file` returns.
+        return State(*map(copy.copy, vars(state).values()))
 
     def write(self, state: State) -> None:
         content = pydantic_core.to_json(vars(state))
@@ -1723,27 +1616,34 @@ class UserFiles:
         summary = found or {"summary": "", "turn": 0}
         return Transcript(turns, summary["summary"], summary["turn"])
 
-    def waiting(self, state: State) -> list[Unlearned]:
-        """Return the turns that wait to be learned, oldest first."""
-        each = []
+    def waiting(self, state: State) -> Rows:
+        """Return the turns that wait to be learned, with their places, oldest first."""
+        found: Rows = []
         for marker in self.folder.glob("*.unlearned"):
-            mark = state.learned.get(marker.stem, 0)
-            turns = self.transcript(marker.stem).turns[mark:]
-            each.append([Unlearned(marker.stem, row) for row in turns])
+            id = marker.stem
+            turns = self.transcript(id).turns[state.learned.get(id, 0) :]
+            for row in turns:
+                found.append({**row, "session_id": id, "source": f"{id}/{row['turn']}"})
             if not turns:
                 marker.unlink()
-        return list(heapq.merge(*each, key=lambda turn: turn.row["ended_at"]))
+        return sorted(found, key=lambda turn: turn["ended_at"])
 
-    def erase(self, *patterns: str) -> None:
-        """Unlink the files that match, for each pattern in turn."""
-        for pattern in patterns:
-            for path in sorted(self.folder.glob(pattern)):
-                path.unlink()
+    def erase(self, name: str, pattern: str, state: State | None = None) -> None:
+        """Unlink files, and the vectors whose entries are gone then."""
+        # The vectors go first and a session's marker goes last. As long as any of it is
+        # there, the deletion can be asked for again.
+        vectors = self.vectors(name)
+        rest = sorted(self.folder.glob(pattern))
+        for path in [*self.folder.glob(f"*{name}*"), *rest]:
+            path.unlink()
         sync_folder(self.folder)
+        if state:
+            self.write(state)
+        self.write_vectors(name, vectors)
 
     def entries(self, name: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
-        entries: list[Entry] = []
+        entries = []
         if name == FACTS:
             for id, fact in self.load().facts.items():
                 day = long_date(fact["created_at"])
@@ -1753,25 +1653,19 @@ class UserFiles:
                 entries += messages(session_id, self.transcript(session_id).turns)
         return {vector_id(self.model, *entry[:2]): entry for entry in entries}
 
-    def vectors(self, name: str) -> dict[int, Vector]:
+    def vectors(self, name: str) -> Vectors:
         return load_file(self.folder / name, parse_vectors, shared=False) or {}
 
-    def write_vectors(self, name: str, vectors: dict[int, Vector]) -> None:
+    def write_vectors(self, name: str, vectors: Vectors) -> None:
         """Write the vectors whose entries exist; without any there is no file."""
         entries = self.entries(name)
         # A model of the same name may have made vectors of another size.
         size = len(next(reversed(vectors.values()), ()))
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
-            replace_file(self.folder / name, dump_vectors(kept))
-
-    def replace_facts(self, state: State) -> None:
-        """Write the facts; leave no trace of others in any file."""
-        # The vectors go first: without its fact, nobody could ask for their deletion.
-        vectors = self.vectors(FACTS)
-        self.erase(f"*{FACTS}*", "memory.json.*", ".memory.json.*")
-        self.write(state)
-        self.write_vectors(FACTS, vectors)
+            content = faiss.serialize_index(flat_index(kept)).tobytes()
+            digest = hashlib.sha256(content).digest()
+            replace_file(self.folder / name, content + digest)
 
 
 def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -1787,7 +1681,7 @@ def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
 
 
 class User(UserFiles):
-    """What others may do with a user's files. Each method is one transaction.
+    """The operations on a user's files. Each method is one transaction.
 
     Raises:
         NotFound: The user, session or fact does not exist.
@@ -1795,27 +1689,21 @@ class User(UserFiles):
     """
 
     @locked
-    def begin_turn(
-        self, name: str, session_id: str
-    ) -> tuple[State, Transcript, list[Unlearned]]:
+    def begin_turn(self, name: str, session_id: str) -> tuple[State, Transcript, Rows]:
         """Return what a turn builds on. Makes the user's folder."""
-        # Only here, because what ends later must not bring a deleted user back.
+        # Only here, because a turn that ends late must not bring a deleted user back.
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
         state = self.load()
         if state.name != name:
-            state = replace(state, name=name)
+            state.name = name
             self.write(state)
         return state, self.transcript(session_id), self.waiting(state)
 
     @locked
     def append(self, user_id: str, session_id: str, row: Row) -> None:
-        """Save a turn at the end of its session.
-
-        Args:
-            user_id: The `id` of the user when the turn began.
-        """
+        """Save a turn at the end of its session, if the user still has this id."""
         # JSON can be written that is too deep to be read: this raises ValueError.
         pydantic_core.from_json(pydantic_core.to_json([[[row]]]))
         state, turns = self.load(user_id), self.transcript(session_id).turns
@@ -1823,8 +1711,8 @@ class User(UserFiles):
             raise NotFound("session")
         # A mark left by a damaged transcript would count this turn as learned.
         if state.learned.get(session_id, 0) > len(turns):
-            marks = {**state.learned, session_id: len(turns)}
-            self.write(replace(state, learned=marks))
+            state.learned[session_id] = len(turns)
+            self.write(state)
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
         # The marker comes first. The fsync after the turn makes both durable.
@@ -1833,17 +1721,15 @@ class User(UserFiles):
         self.database(session_id).table("turns").insert(document)
 
     @locked
-    def read(self) -> tuple[State, list[Unlearned]]:
+    def read(self) -> tuple[State, Rows]:
         """Return the facts, and the turns that wait to be learned."""
         state = self.load()
         return state, self.waiting(state)
 
     @locked
-    def learn(
-        self, batch: list[Unlearned], operations: list[Operation], max_facts: int
-    ) -> None:
+    def learn(self, batch: Rows, operations: list[Operation], max_facts: int) -> None:
         """Apply what a batch changes and mark it as learned, in one write, once."""
-        state = self.load().copied()
+        state = self.load()
         waiting = self.waiting(state)
         if any(turn not in waiting for turn in batch):
             return  # it was deleted, or another process has learned it
@@ -1853,27 +1739,23 @@ class User(UserFiles):
         for operation in operations:
             store.apply(operation)
         for turn in batch:
-            state.learned[turn.session_id] = turn.row["turn"]
+            state.learned[turn["session_id"]] = turn["turn"]
         store.evict(max_facts)
         self.write(state)
 
     @locked
-    def propose(self, turn: Turn, items: list[str]) -> list[Row]:
+    def propose(self, turn: Turn, items: list[str]) -> Rows:
         """Store the items that may become facts; return a verdict on each."""
-        state = self.load(turn.state.id).copied()
-        said = [row["query"] for row in self.transcript(turn.session_id).turns]
-        said += [turn.message, *(waiting.row["query"] for waiting in turn.unlearned)]
-        source, store, verdicts = (
-            f"{turn.session_id}/{turn.number}",
-            FactStore(state),
-            [],
-        )
+        state = self.load(turn.state.id)
+        store, verdicts = FactStore(state), []
+        rows = [*turn.transcript.turns, *turn.unlearned]
+        said = [turn.message, *(row["query"] for row in rows)]
+        about = ("profile", 0.5, f"{turn.session_id}/{turn.number}", now(), "")
         for item in map(one_line, items):
             reason = why_not(item)
-            if not reason and not any(share_word(item, query) for query in said):
-                reason = "the user did not say it"
+            if not any(share_word(item, query) for query in said):
+                reason = reason or "the user did not say it"
             if not reason:
-                about = ("profile", 0.5, source, now(), "")
                 store.apply(Operation("add", "", item, *about))
             verdicts.append({"item": item, "accepted": not reason, "reason": reason})
         self.write(state)
@@ -1889,42 +1771,38 @@ class User(UserFiles):
         return True
 
     @locked
-    def fact_history(self, fact_id: str) -> list[Row]:
+    def fact_history(self, fact_id: str) -> Rows:
         """Return what happened to a fact, oldest first."""
         return history_of(self.load(), fact_id)
 
     @locked
     def delete_fact(self, fact_id: str) -> None:
         """Delete a fact, its vector and its history."""
-        state = self.load().copied()
+        state = self.load()
         rows = history_of(state, fact_id)
-        # Forgotten and learned again, the same words stand under two ids.
-        gone = {row[part] for row in rows for part in ("old_memory", "new_memory")}
-        gone |= {state.facts[fact_id]["text"]} if fact_id in state.facts else set()
-        gone.discard(None)
+        # If it was forgotten and learned again, another id has rows of the same texts.
+        texts = {row["new_memory"] or row["old_memory"] for row in rows}
         state.history = [
             row
             for row in state.history
-            if not gone & {row["old_memory"], row["new_memory"]}
+            if texts.isdisjoint((row["old_memory"], row["new_memory"]))
         ]
         state.facts.pop(fact_id, None)
-        self.replace_facts(state)
+        self.erase(FACTS, "*memory.json.*", state)
 
     @locked
     def delete_facts(self) -> None:
         """Delete all facts. What was said so far counts as learned."""
         state = self.load()
-        ids = self.session_ids()
-        marks = {
-            session_id: len(self.transcript(session_id).turns) for session_id in ids
-        }
-        self.replace_facts(State(state.name, state.id, learned=marks))
+        marks = {id: len(self.transcript(id).turns) for id in self.session_ids()}
+        state = State(state.name, state.id, learned=marks)
+        self.erase(FACTS, "*memory.json.*", state)
 
     @locked
-    def list_sessions(self) -> list[Row]:
+    def list_sessions(self) -> Rows:
         """Return session_id, turns and updated_at of each session, latest first."""
-        sessions = []
         self.load()
+        sessions = []
         for session_id in self.session_ids():
             turns = self.transcript(session_id).turns
             ended = turns[-1]["ended_at"] if turns else ""
@@ -1943,23 +1821,20 @@ class User(UserFiles):
     @locked
     def delete_session(self, session_id: UUID | str) -> None:
         """Delete the turns, summary and vectors of a session. Its facts stay."""
-        if not any(self.folder.glob(f"*{session_id}.*")):
+        pattern = f"*{session_id}.*"
+        if not any(self.folder.glob(pattern)):
             raise NotFound("session")
-        vectors = self.vectors(MESSAGES)
-        # The vectors go first and the marker last. As long as any of it is there, the
-        # deletion can be asked for again.
-        self.erase(f"*{MESSAGES}*", f".{session_id}.*", f"{session_id}.*")
-        self.write_vectors(MESSAGES, vectors)
+        self.erase(MESSAGES, pattern)
 
     @locked
     def delete_user(self) -> None:
-        """Delete everything, for others in one step, even if this process is killed."""
+        """Delete everything. Others see one step, even if this process is killed."""
         if not self.folder.is_dir():
             raise NotFound("user")
         gone = self.folder.with_name(f".deleted-{uuid.uuid4().hex}")
         os.rename(self.folder, gone)
         sync_folder(gone.parent)
-        shutil.rmtree(gone, ignore_errors=True)  # a start may be at it as well
+        shutil.rmtree(gone, ignore_errors=True)  # another start may delete it, too
 
     @locked
     def missing_vectors(self, name: str) -> dict[int, str]:
@@ -1968,7 +1843,7 @@ class User(UserFiles):
         return {id: one.text for id, one in entries.items() if id not in vectors}
 
     @locked
-    def add_vectors(self, name: str, new: dict[int, Vector]) -> None:
+    def add_vectors(self, name: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         if new:
             self.write_vectors(name, self.vectors(name) | new)
@@ -1976,17 +1851,13 @@ class User(UserFiles):
     @locked
     def search_facts(
         self, query: str, vector: Vector | None, k: int, cutoff: bool = True
-    ) -> list[Row]:
+    ) -> Rows:
         """Return at most k facts, best first, each with its score."""
-        facts = self.load().facts
+        facts: dict[str, Any] = self.load().facts
         stamps = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
         hits = fact_index(self, *stamps).search(query, vector, len(facts), cutoff)
-        found = (
-            {**facts[id], "score": score}
-            for score, id in hits
-            if not has_faded(with_score(facts[id]))
-        )
-        return list(itertools.islice(found, k))
+        hits = [(score, id) for score, id in hits if not has_faded(facts[id])]
+        return [{**facts[id], "score": score} for score, id in hits[:k]]
 
     @locked
     def search_turns(
@@ -1994,21 +1865,19 @@ class User(UserFiles):
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return k past turns with their sessions and the turns before and after."""
         index = Index(self.entries(MESSAGES), self.vectors(MESSAGES))
-        hits = index.search(query, vector, 4 * k, cutoff=False)
-        exchanges: list[tuple[str, list[TurnRow]]] = []
+        exchanges = []
         shown = set[str]()
-        for _, place in hits:
+        for _, place in index.search(query, vector, 4 * k, cutoff=False):
             session_id, number = place.split("/")
-            if place in shown or len(exchanges) == k:
-                continue
-            first = max(0, int(number) - 2)
-            turns = self.transcript(session_id).turns[first : int(number) + 1]
-            exchanges.append((session_id, turns))
-            shown |= {f"{session_id}/{row['turn']}" for row in turns}
-        return exchanges
+            if place not in shown:
+                first = max(0, int(number) - 2)
+                turns = self.transcript(session_id).turns[first : int(number) + 1]
+                exchanges.append((session_id, turns))
+                shown |= {f"{session_id}/{row['turn']}" for row in turns}
+        return exchanges[:k]
 
 
-def history_of(state: State, fact_id: str) -> list[Row]:
+def history_of(state: State, fact_id: str) -> Rows:
     """Return what happened to a fact. Raises NotFound if the user has none such."""
     rows = [row for row in state.history if row["memory_id"] == fact_id]
     if not rows and fact_id not in state.facts:
@@ -2027,23 +1896,17 @@ def messages(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     said = [(row, text) for row in turns for text in (row["query"], row["response"])]
     said = [(row, text) for row, text in said if text.strip()]
     around = ["", *(text[:500] for _, text in said), ""]
-    return [
-        Entry(
-            f"{session_id}/{row['turn']}",
-            text,
-            before,
-            after,
-            long_date(row["ended_at"]),
-        )
-        for (row, text), before, after in zip(said, around, around[2:])
-    ]
+    entries = []
+    for (row, text), before, after in zip(said, around, around[2:]):
+        place, day = f"{session_id}/{row['turn']}", long_date(row["ended_at"])
+        entries.append(Entry(place, text, before, after, day))
+    return entries
 
 
 def vector_id(model: str, place: str, text: str) -> int:
-    """Return 63 bits of a hash of the model, the place and the text."""
     content = f"{model}\0{place}\0{text}".encode("utf-8", "replace")
     digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest) >> 1  # FAISS's ids have 63 bits
 
 
 def long_date(time: str) -> str:
@@ -2054,33 +1917,23 @@ def long_date(time: str) -> str:
 # --- Files ---
 
 
-def parse_state(content: bytes) -> State:
-    return STATE.validate_json(content)
-
-
 def parse_tables(content: bytes) -> Tables:
     tables = TABLES.validate_json(content)
     turns = tables.get("turns", {})
-    places = [str(n) for n in range(1, len(turns) + 1)]
-    if [*turns] != places or [str(row["turn"]) for row in turns.values()] != places:
+    places = [(str(n), n) for n in range(1, len(turns) + 1)]
+    if [(id, row["turn"]) for id, row in turns.items()] != places:
         raise ValueError("turns do not stand under their numbers")
     return tables
 
 
-def parse_vectors(content: bytes) -> dict[int, Vector]:
+def parse_vectors(content: bytes) -> Vectors:
     """Return the vectors of a file: as FAISS writes them, followed by their SHA-256."""
-    content, digest = content[:-32], content[-32:]
     # FAISS may believe a size in a damaged file, and kill the process.
-    if hashlib.sha256(content).digest() != digest:
+    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
         raise ValueError("not as it was written")
-    index: Any = faiss.deserialize_index(np.frombuffer(content, "uint8"))
+    index: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
     ids = faiss.vector_to_array(index.id_map).tolist()
-    return dict(zip(ids, index.index.reconstruct_n(0, index.ntotal), strict=True))
-
-
-def dump_vectors(vectors: dict[int, Vector]) -> bytes:
-    content = faiss.serialize_index(flat_index(vectors)).tobytes()
-    return content + hashlib.sha256(content).digest()
+    return dict(zip(ids, index.index.reconstruct_n(0, index.ntotal)))
 
 
 STATE = TypeAdapter(State)
@@ -2088,10 +1941,9 @@ TABLES = TypeAdapter(Tables)
 
 
 def load_file(path: Path, parse: Callable[[bytes], T], shared: bool = True) -> T | None:
-    """Return what a file holds; None if it does not exist or was damaged.
+    """Return what a file holds, or None if it does not exist or was damaged.
 
-    Args:
-        shared: Keep the value for others. Nobody may change it.
+    Nobody may change what it returns, because others get the same, if it is `shared`.
     """
     current = stamp(path)
     if current is None:
@@ -2175,18 +2027,18 @@ class Locks:
 
     Each is one byte of one file. POSIX locks belong to the process, so tasks also need
     an `asyncio.Lock`. Closing any descriptor of the file frees all of its locks, so it
-    is opened once. We poll, because threads that block would be missing elsewhere, and
-    the kernel would report deadlocks that do not exist.
+    is opened once. We poll, because blocked threads could do no other work, and the
+    kernel would report deadlocks that do not exist.
     """
 
-    opened: ClassVar[dict[Path, "Locks"]] = {}
+    opened: ClassVar[dict[Path, asyncio.AbstractEventLoop]] = {}
 
     def __init__(self, path: Path):
         self.path, self.loop = path, asyncio.get_running_loop()
-        if path in self.opened and not self.opened[path].loop.is_closed():
+        if path in self.opened and not self.opened[path].is_closed():
             raise RuntimeError(f"{path.parent} is open in this process already")
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.opened[path] = self
+        self.opened[path] = self.loop
         self.local: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         # A pool of our own, because tools that hang must not keep turns from being
         # saved. FAISS uses one thread in each: to wake more took 4 ms a search.
@@ -2201,7 +2053,7 @@ class Locks:
     async def held(self, name: str) -> AsyncIterator[None]:
         """Hold the lock of a name."""
         digest = hashlib.sha256(name.encode()).digest()
-        offset = int.from_bytes(digest[:8], "big") >> 2  # 62 bits: a place in a file
+        offset = int.from_bytes(digest[:8]) >> 2  # 62 bits: a place in a file
         async with self.local.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
             while not self.try_lock(offset):
@@ -2236,5 +2088,7 @@ async def to_the_end(work: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
-        raise asyncio.CancelledError  # if the work failed too, asyncio logs it
+        if error := work.exception():  # or asyncio would log it as never retrieved
+            log.warning("failed after it was cancelled: %r", error)
+        raise asyncio.CancelledError
     return work.result()
