@@ -398,12 +398,12 @@ class AgentRun:
         return calls
 
     async def read_reply(self, body: Json) -> None:
-        async with aclosing(self.service.chat.stream(body)) as chunks:
-            async for chunk in chunks:
-                with failures():
-                    parts = list(self.reply.feed(chunk))
-                for part in parts:
-                    await self.say(*part)
+        with failures():
+            async with aclosing(self.service.chat.stream(body)) as chunks:
+                async for chunk in chunks:
+                    # Some gateways send `null` to keep the connection alive.
+                    for part in self.reply.feed(chunk or {}):
+                        await self.say(*part)
 
     async def calls_of(self, reply: "ReplyParser", offered: list[Json]) -> list[Json]:
         """Return a reply's calls with repaired names and unique ids."""
@@ -651,6 +651,8 @@ def add_fields(total: Json, more: Json) -> Json:
 
 def whole(text: str) -> str:
     """Replace halves of characters, which gateways send and no file can store."""
+    if text.isascii():
+        return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

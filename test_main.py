@@ -739,7 +739,10 @@ def read_stream(parts):
     ("role first", [{"role": "assistant", "content": ""}, *text("Hi")], "Hi", ""),
     ("nulls", [{"content": None, "tool_calls": None}, *text("Hi")], "Hi", ""),
     ("no delta", [{"choices": [{"delta": None}]}, *text("Hi")], "Hi", ""),
-    ("parts", [{"content": [{"type": "text", "text": "Hi"}]}, "stop"], "Hi", ""),
+    ("no choices", [{"choices": None}, *text("Hi")], "Hi", ""),
+    ("two parts", [{"content": [{"text": "H"}, {"text": "i"}]}, "stop"], "Hi", ""),
+    ("thinking parts", [{"content": [{"thinking": []}]}, *text("Hi")], "Hi", ""),
+    ("an end in each piece", [*text("H"), *text("i")], "Hi", ""),
     ("usage last", [*text("Hi"), {"choices": [], "usage": {"n": 3}}], "Hi", ""),
     ("reasoning_content", [{"reasoning_content": "Hm"}, *text("Hi")], "Hi", "Hm"),
     ("reasoning", [{"reasoning": "Hm"}, *text("Hi")], "Hi", "Hm"),
@@ -821,6 +824,11 @@ def test_a_call_is_run_however_it_is_sent(chat, model, answer):
     results = [event for event in events if event["type"] == "tool_result"]
     assert [(result["name"], result["content"]) for result in results] == [(NAME, "5")]
     assert events[-1]["response"] == "5."
+
+
+def test_a_null_that_keeps_the_connection_alive_is_skipped(chat, model):
+    model.answers = [[{"content": "Hi"}, b"data: null\n\n", "stop"]]
+    assert chat.ask("Hello!")[-1]["response"] == "Hi"
 
 
 def test_each_call_of_a_turn_has_an_id_of_its_own(chat, model):
