@@ -680,7 +680,8 @@ class Learner:
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
                 await user.learn(batch, [], settings.max_facts)
-        for session_id in {turn["session_id"] for turn in batch}:
+        long = 2 * settings.history_turns  # shorter sessions need no summary
+        for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
                 await self.summarize(user, session_id)
             except (NotFound, RequestRefused) as error:  # tried after the next turn
