@@ -1248,15 +1248,12 @@ class Entrance:
         path = re.sub("//+", "/", scope["path"]).rstrip("/")
         if path.startswith("/v1/"):
             scope = {**scope, "path": path}
-        request, sent_path = Request(scope), scope.get("raw_path") or b""
+        request = Request(scope)
         answer: ASGIApp = self.app
         if not self.has_key(request):
             bearer = {"WWW-Authenticate": "Bearer"}
             error = HTTPException(401, "A valid key is needed.", bearer)
             answer = await on_error(request, error)
-        # DELETE /users/ann%2Fmemories would be routed to "delete all".
-        elif b"%2f" in sent_path.lower() and not path.startswith("/v1/"):
-            answer = await on_error(request, HTTPException(404))
         await answer(scope, receive, send)
 
     def has_key(self, request: Request) -> bool:
