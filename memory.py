@@ -949,30 +949,32 @@ def learning_prompt(budget: int) -> list[Message]:
 def parse_answer(text: str, key: str, kind: Any) -> Any:
     """Return a field of the JSON object in a model's answer.
 
-    Models think first, talk around the JSON, or write the list without its object. One
-    operation alone counts as a list of one.
+    Models think first, talk around the JSON, or write operations without the object
+    and the list. Then all whole operations of the text are the answer.
 
     Raises:
         RequestRefused: There is no such field of this kind.
     """
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
-    for match in itertools.islice(re.finditer(r"[{\[]", text), 50):
+    rows: list[Any] = []
+    place = 0
+    for match in itertools.islice(re.finditer(r"[{\[]", text), 200):
+        if match.start() < place:
+            continue  # inside of what was read
         try:
-            value, _ = json.JSONDecoder().raw_decode(text, match.start())
+            value, place = json.JSONDecoder().raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
-        named = isinstance(value, dict) and key in value
-        found = value[key] if named else value
-        if kind is list and isinstance(found, dict):
-            found = [found]
-        if isinstance(found, kind) and (named or is_bare_list(found, text)):
-            return found
+        if isinstance(value, dict) and key in value:
+            found = value[key]
+            found = [found] if kind is list and isinstance(found, dict) else found
+            if isinstance(found, kind):
+                return found
+        several = value if isinstance(value, list) else [value]
+        rows += [row for row in several if isinstance(row, dict) and "op" in row]
+    if kind is list and (rows or text.strip() == "[]"):
+        return rows
     raise RequestRefused(f"no {key} in the model's answer")
-
-
-def is_bare_list(rows: list[Any], text: str) -> bool:
-    """Tell whether a list without its object has operations, or is all of a text."""
-    return text.strip() == "[]" or any("op" in row for row in rows if type(row) is dict)
 
 
 # --- What may become a fact ---
@@ -1705,11 +1707,11 @@ class User(UserFiles):
     @locked
     def append(self, user_id: str, session_id: str, row: Row) -> None:
         """Save a turn at the end of its session, if the user still has this id."""
-        # JSON can be written that is too deep to be read: this raises ValueError.
-        pydantic_core.from_json(pydantic_core.to_json([[[row]]]))
+        # A row that cannot be read again, such as one too deep, is a ValueError here.
+        parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
         state, turns = self.load(user_id), self.transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
-            raise NotFound("session")
+            raise NotFound("session")  # it was deleted, or this turn is saved already
         # A mark left by a damaged transcript would count this turn as learned.
         if state.learned.get(session_id, 0) > len(turns):
             state.learned[session_id] = len(turns)
@@ -1814,7 +1816,7 @@ class User(UserFiles):
     @locked
     def read_session(self, session_id: UUID | str) -> Transcript:
         """Return the summary and all turns of a session."""
-        transcript = self.transcript(str(session_id))
+        transcript = self.transcript(str(UUID(str(session_id))))
         if not transcript.turns:
             raise NotFound("session")
         return transcript
@@ -1822,7 +1824,7 @@ class User(UserFiles):
     @locked
     def delete_session(self, session_id: UUID | str) -> None:
         """Delete the turns, summary and vectors of a session. Its facts stay."""
-        pattern = f"*{session_id}.*"
+        pattern = f"*{UUID(str(session_id))}.*"  # ValueError: it is no UUID
         if not any(self.folder.glob(pattern)):
             raise NotFound("session")
         self.erase(MESSAGES, pattern)

@@ -656,6 +656,14 @@ def test_silence_is_broken_by_pings(start, model):
     assert last["response"] == "Hello."
 
 
+async def test_a_stream_ends_although_a_ping_stands_behind_its_end():
+    events = main.EventStream(main.Settings())
+    events.task = asyncio.create_task(asyncio.sleep(0))
+    await events.emit("done")
+    await events.emit("ping")
+    assert len([line async for line in events.read(main.encode_line)]) == 1
+
+
 def test_lines_are_ascii_and_no_proxy_keeps_them_back(chat, model):
     model.answers = [text("Grüße 😀\u2028")]
     response = chat.http.post("/chat", json=HELLO)
@@ -1715,6 +1723,13 @@ async def test_users_beyond_the_bound_wait_and_are_not_forgotten(learner, tmp_pa
 BARE = '{"op": "add"}'
 
 
+@pytest.mark.parametrize(
+    "answer", [f"{BARE}\n{BARE}", f'{{"operations": [{BARE}, {BARE},]}}']
+)
+def test_of_a_broken_answer_all_whole_operations_are_taken(answer):
+    assert len(memory.parse_answer(answer, "operations", list)) == 2
+
+
 @cases(
     "answer",
     ("as it was asked for", f'{{"operations": [{BARE}]}}'),
@@ -2686,6 +2701,7 @@ def nested(depth):
     "fields",
     ("too deep", {"tools": [{"arguments": nested(200)}]}),
     ("no JSON", {"tools": [{"arguments": object()}]}),
+    ("no such status", {"status": "done"}),
     ("half a character", {"query": "\ud800"}),
 )
 async def test_what_could_not_be_read_again_is_not_written(opened, tmp_path, fields):
@@ -2693,6 +2709,14 @@ async def test_what_could_not_be_read_again_is_not_written(opened, tmp_path, fie
         with pytest.raises(ValueError):
             await turn.save(**({"query": "Hi!", "response": "Hello."} | fields))
     assert list(tmp_path.glob(f"ann/{MONDAY}.json")) == []
+
+
+@pytest.mark.parametrize("name", ["", "*", "../bob/x"])
+async def test_a_session_is_named_by_a_uuid_alone(opened, name):
+    await say(opened, "Hello!")
+    for method in (opened.user("ann").read_session, opened.user("ann").delete_session):
+        with pytest.raises(ValueError):
+            await method(name)
 
 
 NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſß/\\")

@@ -101,7 +101,7 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic with + - * / // % ^ sqrt log exp sin cos tan pi."""
-    text = expression.lower().replace("^", "**").replace("pi", str(math.pi))
+    text = re.sub(r"\bpi\b", str(math.pi), expression.lower().replace("^", "**"))
     if not re.search(r"[a-z]\w* ?\(", text):  # in a call, commas separate arguments
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text.replace("% of", "% *"))
