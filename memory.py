@@ -960,9 +960,9 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
     place = 0
     for match in itertools.islice(re.finditer(r"[{\[]", text), 200):
         if match.start() < place:
-            continue  # inside of what was read
+            continue  # inside of operations that were read
         try:
-            value, place = json.JSONDecoder().raw_decode(text, match.start())
+            value, end = json.JSONDecoder().raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and key in value:
@@ -971,7 +971,8 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
             if isinstance(found, kind):
                 return found
         several = value if isinstance(value, list) else [value]
-        rows += [row for row in several if isinstance(row, dict) and "op" in row]
+        whole = [row for row in several if isinstance(row, dict) and "op" in row]
+        rows, place = rows + whole, end if whole else place
     if kind is list and (rows or text.strip() == "[]"):
         return rows
     raise RequestRefused(f"no {key} in the model's answer")
