@@ -972,7 +972,9 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
                 return found
         several = value if isinstance(value, list) else [value]
         whole = [row for row in several if isinstance(row, dict) and "op" in row]
-        rows, place = rows + whole, end if whole else place
+        if whole:
+            rows += whole
+            place = end
     if kind is list and (rows or text.strip() == "[]"):
         return rows
     raise RequestRefused(f"no {key} in the model's answer")
