@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-import httpx2
+import httpx2  # what openai sends requests with
 import numpy as np
 import openai
 import pydantic
@@ -353,18 +353,19 @@ class AgentRun:
         max_rounds, done = self.service.settings.max_rounds, self.done
         choice: Any = PLAN_CALL if self.request.reasoning else None
         for number in range(1, max_rounds + 1):
-            choice = "none" if number == max_rounds else choice
+            if number == max_rounds:
+                choice = "none"
             if calls := await self.ask(choice):
                 await self.run_calls(calls)
                 choice = None
-                continue
-            if done["response"].strip() or done["finish_reason"] != "stop":
+            elif done["response"].strip() or done["finish_reason"] != "stop":
                 break
-            await self.take_back()
-            if choice == "none":
-                await self.say("token", SORRY)
-                break
-            choice = "none"
+            else:  # silence: weak models answer when they are offered no tool
+                await self.take_back()
+                if choice == "none":
+                    await self.say("token", SORRY)
+                    break
+                choice = "none"
         if 1 < number == max_rounds and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
@@ -398,12 +399,13 @@ class AgentRun:
         return calls
 
     async def read_reply(self, body: Json) -> None:
-        with failures():
-            async with aclosing(self.service.chat.stream(body)) as chunks:
-                async for chunk in chunks:
+        async with aclosing(self.service.chat.stream(body)) as chunks:
+            async for chunk in chunks:
+                with failures():  # a chunk may have any shape
                     # Some gateways send `null` to keep the connection alive.
-                    for part in self.reply.feed(chunk or {}):
-                        await self.say(*part)
+                    parts = [*self.reply.feed(chunk or {})]
+                for part in parts:
+                    await self.say(*part)
 
     async def calls_of(self, reply: "ReplyParser", offered: list[Json]) -> list[Json]:
         """Return a reply's calls with repaired names and unique ids."""
@@ -425,7 +427,7 @@ class AgentRun:
         if type == "thought":
             await self.take_back()
         elif type == "extra":
-            self.done["response"] += whole(str(what["delta"].get("refusal", "")))
+            self.done["response"] += mended(str(what["delta"].get("refusal", "")))
             await self.emit("extra", **what)
         else:
             self.done["response"] += what if type == "token" else ""
@@ -496,25 +498,31 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     ours = ("system", "developer")
     own = [text_of(message) for message in history if message["role"] in ours]
     rest = [dict(message) for message in history if message["role"] not in ours]
-    kept = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
-    excess = sum(map(tokens_of, [*kept, *rest])) - limit
+    prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
+    excess = sum(map(tokens_of, [*prompt, *rest])) - limit
     users = [n for n, message in enumerate(rest) if message["role"] == "user"]
-    last, drop = users[-1] if users else 0, excess > 0
+    last = users[-1] if users else 0
     if block and excess + memory.count_tokens(block) <= 0:
         content, text = rest[last].get("content") or "", f"{block}\n\n"
         if isinstance(content, list):
             rest[last]["content"] = [{"type": "text", "text": text}, *content]
         else:
             rest[last]["content"] = text + content
+    # An answer is dropped with its question, and a tool's result with its call.
+    groups: list[list[Message]] = []
+    asked: list[Message] = []  # the group of the last user message
     for n, message in enumerate(rest):
-        # An answer goes with its question, and a tool's result with its call.
-        if message["role"] == "user" or (n > last and message["role"] == "assistant"):
-            drop = excess > 0 and n != last
-        if drop:
-            excess -= tokens_of(message)
+        role = message["role"]
+        if not groups or role == "user" or (n > last and role == "assistant"):
+            groups.append([])
+        groups[-1].append(message)
+        asked = groups[-1] if n == last else asked
+    for group in groups:
+        if excess > 0 and group is not asked:
+            excess -= sum(map(tokens_of, group))
         else:
-            kept.append(message)
-    return kept
+            prompt += group
+    return prompt
 
 
 def tokens_of(message: Message) -> int:
@@ -535,7 +543,8 @@ class ReplyParser:
     finish_reason = ""
     held = ""  # half of a tag or a character, which waits for the other half
     thinking = False  # whether <think> is open
-    has_thought = has_text = False  # what came so far, text only since the last thought
+    has_thought = False  # whether thinking came
+    has_text = False  # whether text came since then
 
     def __init__(self) -> None:
         self.calls: list[Json] = []
@@ -562,7 +571,7 @@ class ReplyParser:
             yield "extra", extra
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
-            yield "thinking", whole(thought)
+            yield "thinking", mended(thought)
         if text := text_of(delta, ""):
             yield from self.parts_of_text(self.held + text)
         for piece in delta.get("tool_calls") or []:
@@ -573,13 +582,13 @@ class ReplyParser:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held = half[0] if half else ""
-        for part in re.split("(</?think>)", whole(text.removesuffix(self.held))):
+        for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
             if part == "<think>" and not self.has_text:
                 self.thinking = True
             elif part == "</think>" and not (self.has_thought and self.has_text):
                 if self.has_text:  # the template has opened the thought in the prompt
                     yield "thought", ""
-                self.thinking, self.has_text, self.has_thought = False, False, True
+                self.thinking, self.has_thought, self.has_text = False, True, False
             elif part and self.thinking:
                 yield "thinking", part
             elif part and (self.has_text or not part.isspace()):
@@ -596,9 +605,9 @@ class ReplyParser:
             for each in json_texts(text) or [text or "{}"]:
                 calls.append(call | {"function": function | {"arguments": each}})
         kept = json.dumps([calls, self.extra], ensure_ascii=False)
-        self.calls, self.extra = json.loads(whole(kept))
+        self.calls, self.extra = json.loads(mended(kept))
         type = "thinking" if self.thinking else "token"
-        return [(type, whole(self.held))] if self.held else []
+        return [(type, mended(self.held))] if self.held else []
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece to its call, found by index, else by id, else the last."""
@@ -608,9 +617,10 @@ class ReplyParser:
         text = sent.get("arguments") or ""
         text = text if isinstance(text, str) else json.dumps(text)
         call = self.places.get(index) or self.places.get(id)
-        if not call:  # a piece that names neither belongs to the last call
-            begins = name and id if index is None else name or id
-            call = self.calls[-1] if self.calls and not begins else None
+        if not call and self.calls:
+            # Servers without an index may repeat the id or the name in each piece.
+            begins = (name and id) if index is None else (name or id)
+            call = None if begins else self.calls[-1]
         if not call or (name and is_other(call, id, name)):
             call = new_call("", "")
             self.calls.append(call)
@@ -623,7 +633,7 @@ class ReplyParser:
 
 
 def is_other(call: Json, id: str, name: str) -> bool:
-    """Return whether a call has another id or name than these."""
+    """Tell whether a call has another id or name than these."""
     known = call["function"]["name"]
     return bool(call["id"] and id and call["id"] != id) or bool(known and known != name)
 
@@ -651,7 +661,7 @@ def add_fields(total: Json, more: Json) -> Json:
     return total
 
 
-def whole(text: str) -> str:
+def mended(text: str) -> str:
     """Replace halves of characters, which gateways send and no file can store."""
     if text.isascii():
         return text
@@ -867,21 +877,24 @@ class Service:
         self.running: set[asyncio.Task[None]] = set()
         self.has_learned = False  # whether a learning call was ever answered
         url, key = settings.openai_base_url, settings.openai_api_key
-        limit, self.configured = settings.upstream_timeout, bool(url or key)
-        model = settings.chat_model or ("" if url else "gpt-4.1-mini")
-        self.chat = Endpoint(url, key, model, limit)
+        self.configured, timeout = bool(url or key), settings.upstream_timeout
+        chat_model = settings.chat_model or ("" if url else "gpt-4.1-mini")
+        self.chat = Endpoint(url, key, chat_model, timeout)
         self.endpoints = [self.chat] if self.configured else []
-        self.embedder = embed = rerank = None
-        own_url, model = settings.embedding_base_url, settings.embedding_model
-        model = model or ("" if own_url or url else "text-embedding-3-small")
-        if own_url or (self.configured and model):
-            key = settings.embedding_api_key or key
-            self.embedder = Endpoint(own_url or url, key, model, limit)
+        self.embedder: Endpoint | None = None
+        embedding_url = settings.embedding_base_url or url
+        default = "" if embedding_url else "text-embedding-3-small"
+        embedding_model = settings.embedding_model or default
+        # A chat server of one's own has no embeddings unless their model is named.
+        if settings.embedding_base_url or (self.configured and embedding_model):
+            own_key = settings.embedding_api_key or key
+            self.embedder = Endpoint(embedding_url, own_key, embedding_model, timeout)
             self.endpoints.append(self.embedder)
-            embed = self.embedder.embed
-        if url := settings.rerank_base_url:
-            key, model = settings.rerank_api_key, settings.rerank_model
-            reranker = Endpoint(url, key, model, limit)
+        embed = self.embedder.embed if self.embedder else None
+        rerank = None
+        if rerank_url := settings.rerank_base_url:
+            own_key, rerank_model = settings.rerank_api_key, settings.rerank_model
+            reranker = Endpoint(rerank_url, own_key, rerank_model, timeout)
             self.endpoints.append(reranker)
             rerank = reranker.rerank
         self.memory = Memory(
@@ -974,7 +987,7 @@ class Service:
             raise RequestRefused("the answer was cut at its length")
         # Some reasoning parsers put the whole answer there.
         thought = message.get("reasoning_content") or message.get("reasoning")
-        return whole(text_of(message) or thought or "")
+        return mended(text_of(message) or thought or "")
 
 
 # --- /chat and the user's data ---
@@ -1107,7 +1120,6 @@ async def model(id: str, service: TheService) -> Json:
     return row
 
 
-@router.post("/chat/completions", include_in_schema=False)  # a base URL without /v1
 @router.post("/v1/chat/completions")
 async def completions(
     request: Request, body: CompletionRequest, service: TheService
@@ -1168,10 +1180,10 @@ class Completion:
         if type == "error" and failure:
             if not self.begun:
                 raise failure
-            return as_data(openai_error(failure))
+            return sse_event(openai_error(failure))
         if type == "done":
             reason = event["finish_reason"].replace("max_rounds", "stop")
-            write = self.last_chunks if self.body.stream else self.whole
+            write = self.last_chunks if self.body.stream else self.completion
             return write({"index": 0, "finish_reason": reason}, event["usage"])
         # A stream cannot take text back, so a blank line follows a thought.
         texts = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
@@ -1181,7 +1193,7 @@ class Completion:
         choice = {"index": 0, "finish_reason": None} | event.get("choice", {})
         return self.chunk(choice, delta)
 
-    def whole(self, choice: Json, usage: Json | None) -> bytes:
+    def completion(self, choice: Json, usage: Json | None) -> bytes:
         extra, calls = self.run.reply.extra, self.run.client_calls
         message = {"role": "assistant", "content": self.run.done["response"] or None}
         message |= extra["delta"] | ({"tool_calls": calls} if calls else {})
@@ -1194,20 +1206,20 @@ class Completion:
         calls = [{"index": n} | call for n, call in enumerate(self.run.client_calls)]
         last = self.chunk(choice, {"tool_calls": calls} if calls else {})
         if (self.body.stream_options or {}).get("include_usage"):
-            last += as_data(self.result([], usage=usage))
+            last += sse_event(self.result([], usage=usage))
         return last + b"data: [DONE]\n\n"
 
     def chunk(self, choice: Json, delta: Json) -> bytes:
         first = {} if self.begun else {"role": "assistant", "content": ""}
         self.begun = True
-        return as_data(self.result([choice | {"delta": first | delta}]))
+        return sse_event(self.result([choice | {"delta": first | delta}]))
 
     def result(self, choices: list[Json], **more: Any) -> Json:
         model = self.run.service.chat.model
         return self.about | {"model": model, "choices": choices} | more
 
 
-def as_data(value: Json) -> bytes:
+def sse_event(value: Json) -> bytes:
     return f"data: {to_json(value)}\n\n".encode()
 
 
@@ -1237,8 +1249,8 @@ def openai_error(error: HTTPException) -> Json:
 OPEN = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
-class Entrance:
-    """ASGI middleware: checks the key before FastAPI reads a body."""
+class KeyCheck:
+    """ASGI middleware: checks the key before FastAPI reads a body, and mends paths."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.key = app, key.encode()
@@ -1248,6 +1260,8 @@ class Entrance:
             return await self.app(scope, receive, send)
         # OpenAI's clients join base URLs with too many slashes.
         path = re.sub("//+", "/", scope["path"]).rstrip("/")
+        if path == "/chat/completions":  # a base URL without /v1
+            path = f"/v1{path}"
         if path.startswith("/v1/"):
             scope = {**scope, "path": path}
         request = Request(scope)
@@ -1309,7 +1323,7 @@ def create_app(settings: Settings) -> FastAPI:
     if not settings.api_key:
         hosts = list(settings.allowed_hosts)
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    app.add_middleware(Entrance, key=settings.api_key)
+    app.add_middleware(KeyCheck, key=settings.api_key)
     if origins := settings.cors_origins:
         every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **every)

@@ -24,6 +24,7 @@ complete. It is learned from later, in the background.
 
 import asyncio
 import copy
+import dataclasses
 import fcntl
 import functools
 import glob
@@ -378,6 +379,8 @@ def in_order(facts: Rows, scores: dict[int, float], k: int) -> Rows:
 
 # --- One turn ---
 
+MOST_SAID, SAID_CHARS = 20, 200  # messages that wait to be learned, and of each
+
 
 @dataclass
 class Hints:
@@ -476,11 +479,12 @@ class Turn:
         """Return what the user said that is neither learned nor shown, newest first."""
         shown = {*history} or {row["query"] for row in self.history}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
-        new = [query for query in queries if query and query not in shown][:20]
-        lines = [one_line(redact(cut_middle(query, 2000))) for query in new]
-        # In bytes too, because 200 Chinese letters would not fit a third of the hints.
+        new = [query for query in queries if query and query not in shown]
+        lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
+        # A third of the hints is as many bytes as they have tokens. In bytes too,
+        # because 200 Chinese letters would not fit.
         size = max(0, self.memory.settings.hint_tokens - 9)
-        return [cut(line[:200], size) for line in lines]
+        return [cut(line[:SAID_CHARS], size) for line in lines]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
         """Return the messages of a prompt of at most `limit` tokens.
@@ -539,11 +543,11 @@ class Turn:
         row: Row = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Before the turn can be seen on disk. Learning counts again.
+        # Counted before a learner can see it on disk, who counts what waits again.
         self.memory.learner.pending[self.user.folder.name] += 1
         saving = self.user.append(self.state.id, self.session_id, row)
         try:
-            await to_the_end(asyncio.ensure_future(saving))
+            await to_the_end(asyncio.create_task(saving))
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
@@ -663,18 +667,20 @@ class Learner:
             if fitting(facts, settings.hint_tokens) != facts:
                 await self.memory.embed_missing(user, FACTS)  # they will be searched
             return False
-        first = waiting[0]["source"]
         texts = [turn["query"] + turn["response"][:1000] for turn in waiting]
         fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
-        batch = waiting[: 1 if failures[first] else max(1, min(fit, BATCH_TURNS))]
+        batch = waiting[: max(1, min(fit, BATCH_TURNS))]
+        first = batch[0]["source"]
+        if failures[first]:  # the next turn may be at fault, so each is learned alone
+            batch = batch[:1]
         try:
             operations = await self.propose(user, state, batch, failures[first])
             await user.learn(batch, operations, settings.max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
-            ours = not isinstance(error, RequestRefused)
-            log.warning("learning %s failed: %r", first, error, exc_info=ours)
+            is_ours = not isinstance(error, RequestRefused)
+            log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             failures.update(turn["source"] for turn in batch)
             if failures[first] == 3:
                 log.error("turn %s is given up: it counts as learned", first)
@@ -684,7 +690,8 @@ class Learner:
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
                 await self.summarize(user, session_id)
-            except (NotFound, RequestRefused) as error:  # tried after the next turn
+            except (NotFound, NoAnswer, RequestRefused) as error:
+                # It is tried again after the next turn.
                 log.warning("no summary: %r", error)
         return True
 
@@ -692,11 +699,12 @@ class Learner:
         self, user: "User", state: "State", batch: Rows, failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change; return what passes the checks."""
-        # A quarter is left for the answer. vLLM makes a token of each 2.6 bytes of JSON,
-        # so 5/8 by `count_tokens` is 3/4 by vLLM.
+        # A quarter of the context is left for the answer. vLLM makes a token of each
+        # 2.6 bytes of JSON, so 5/8 by `count_tokens` is 3/4 by vLLM. If the context has
+        # 8,192 tokens, 5/9 of that hold all examples. Each failure halves both.
         room = self.memory.limits().context_tokens * 5 // 8
-        prompt = learning_prompt((room * 5 // 9) >> failures)
-        budget = (room - prompt_tokens(prompt)) >> failures
+        prompt = learning_prompt(room * 5 // 9 // 2**failures)
+        budget = (room - prompt_tokens(prompt)) // 2**failures
         shown: list[Any] = [*state.facts.values()]
         if len(shown) > SHOWN_FACTS or fitting(shown, budget // 5) != shown:
             said = "\n".join(turn["query"] for turn in batch)
@@ -721,26 +729,27 @@ class Learner:
     async def settle(
         self, operation: "Operation", fact: Fact | None
     ) -> list["Operation"]:
-        """Return what becomes of a change of a fact; empty: it is dropped."""
-        if not fact:
+        """Return what becomes of a change of a fact; empty: it is dropped.
+
+        A clear change passes. For any other the model says what is still true of the
+        fact. Nothing: the change passes. A part: the fact becomes that part. All of it:
+        an update becomes an add, and a delete passes only if the user named the fact.
+        """
+        if not fact or is_clear(operation, fact["text"]):
             return [operation]
-        text, new, query = fact["text"], operation.text, operation.query
-        deletes = operation.op == "delete"
-        said = deletes or not is_invented(new, query)
-        if deletes:
-            clear = not unnamed_words(text, query)
-        else:
-            clear = said and (share_word(text, query) or share_word(text, new))
-        if clear:
-            return [operation]
+        text, query = fact["text"], operation.query
         left = await self.still_true(text, query)
         if left is None:
             return [operation]
-        added = [] if deletes or not said else [operation._replace(op="add", id="")]
+        added = []
+        if operation.op == "update" and not is_invented(operation.text, query):
+            added = [operation._replace(op="add", id="")]
         if is_rest(left, text, query):
             rest = operation._replace(op="update", text=left, kind=fact["kind"])
             return [rest._replace(importance=fact["importance"]), *added]
-        return [operation] if deletes and share_word(text, query) else added
+        if operation.op == "delete" and share_word(text, query):
+            return [operation]
+        return added
 
     async def still_true(self, fact: str, query: str) -> str | None:
         """Ask the model what is still true of a fact after a message; None: nothing."""
@@ -955,6 +964,7 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
     Raises:
         RequestRefused: There is no such field of this kind.
     """
+    # If a template opens <think> in the prompt, the thought has no beginning.
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
     rows: list[Any] = []
     place = 0
@@ -1022,8 +1032,10 @@ def admit(proposed: list[Any], shown: Rows, batch: Rows) -> tuple[list[Any], lis
     # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
     admitted.sort(key=lambda one: (one.at, one.op != "delete"))
-    last = {one.id or number: one for number, one in enumerate(admitted)}
-    return [*last.values()], dropped
+    by_fact: dict[Any, Operation] = {}
+    for number, one in enumerate(admitted):
+        by_fact[one.id or number] = one  # an add concerns no known fact
+    return [*by_fact.values()], dropped
 
 
 def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
@@ -1051,7 +1063,7 @@ def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
     elif fact and op == "update" and text == fact["text"]:
         rule = "unchanged"
     else:
-        rule = why_not(text)
+        rule = broken_rule(text)
     id = fact["id"] if fact and op != "add" else ""
     about = (min(1.0, importance), turn["source"], turn["ended_at"], turn["query"])
     return rule or Operation(op, id, text, kind, *about)
@@ -1071,19 +1083,29 @@ def is_invented(text: str, query: str) -> bool:
     return not share_word(text, query) and script(text) == script(query)
 
 
+def is_clear(operation: Operation, fact: str) -> bool:
+    """Tell whether the words of user and model show that a change means this fact."""
+    text, query = operation.text, operation.query
+    if operation.op == "delete":
+        return not unnamed_words(fact, query)
+    meant = share_word(fact, query) or share_word(fact, text)
+    return meant and not is_invented(text, query)
+
+
 def unnamed_words(fact: str, query: str) -> set[str]:
     """Return the content words of a fact that the user did not name."""
-    return {
-        word for word in roots(fact) if not any(alike(word, n) for n in roots(query))
-    }
+    named = roots(query)
+    return {word for word in roots(fact) if not any(alike(word, n) for n in named)}
 
 
 def is_rest(left: str, fact: str, query: str) -> bool:
     """Tell whether a text is what remains of a fact: less of it, in its own words."""
     rest, whole = roots(left), roots(fact)
-    named = whole - rest - unnamed_words(fact, query)
-    begins = split_words(left)[:1] == split_words(fact)[:1]
-    return begins and bool(rest and named) and rest < whole and not why_not(left)
+    if not rest or not rest < whole or broken_rule(left):
+        return False
+    user_named_what_is_gone = whole - rest - unnamed_words(fact, query)
+    same_beginning = split_words(left)[:1] == split_words(fact)[:1]
+    return same_beginning and bool(user_named_what_is_gone)
 
 
 def share_word(a: str, b: str) -> bool:
@@ -1127,7 +1149,7 @@ def unaccented(text: str) -> str:
     return unicodedata.normalize("NFC", "".join(kept))  # Korean syllables whole again
 
 
-def why_not(text: str) -> str:
+def broken_rule(text: str) -> str:
     """Return the rule by which a text may not become a fact; "": it may."""
     if not letters(text) or len(text) > MAX_FACT_CHARS:
         return "length"
@@ -1260,7 +1282,7 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls
+    # What Mem0 calls, with its own names and arguments. It inserts one fact at a time.
 
     def insert(self, vectors: list[Any], payloads: Rows, ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])
@@ -1318,9 +1340,10 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 # --- Search ---
 
-RARE = 3.25  # sigmas for a word that only one entry holds, without a cutoff
-ALL = 6.0  # sigmas for all words of the query, with a cutoff
-BEST, OTHERS = 0.59, 0.3  # the least evidence of each entry, of the chance maximum
+RARE_WORD = 3.25  # sigmas for a word that only one entry holds, without a cutoff
+ALL_WORDS = 6.0  # sigmas for all words of the query, with a cutoff
+LEAST_BEST = 0.59  # of `chance`: the evidence that the best entry must have
+LEAST = 0.3  # of `chance`: the evidence that every entry must have
 FEW = 8  # entries; fewer have no distribution to be judged by
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
 # Words for the user, in many languages, which say nothing of a fact
@@ -1368,15 +1391,16 @@ class Entry(NamedTuple):
 class Index:
     """Hybrid search over entries: FAISS for meaning, FTS5 for words. Never changed.
 
-    Both are put on one scale, the evidence that an entry is relevant to a query, with
-    m = sqrt(2 ln n), what the best of n entries reaches by chance:
+    Both are put on one scale, the evidence that an entry is relevant to a query:
 
-        meaning = (cosine - its mean) / how far the entries' own cosines lie apart
-        plain:    evidence = meaning + RARE * bm25 / ln(n + 2)
-        cutoff:   evidence = min(m, meaning) + ALL * (share of the query's words) ** 2
+        meaning  = (cosine - its mean) / how far the entries' own cosines lie apart
+        chance   = sqrt(2 ln n), what the best of n entries reaches by chance
+        evidence = meaning + RARE_WORD * bm25 / ln(n + 2)
+        evidence = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
 
-    The cutoff leaves nothing if the best has less than BEST m. Otherwise it leaves what
-    has OTHERS m and is at most m behind the best. `.bench/recall.py` has the figures.
+    The second form of evidence is for a cutoff. It finds nothing if the best entry has
+    less than LEAST_BEST * chance. Otherwise it finds entries that have LEAST * chance
+    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1410,19 +1434,21 @@ class Index:
     ) -> list[tuple[float, str]]:
         """Return the scores, below 1, and the places of the k best entries."""
         size, terms = len(self.entries), query_terms(query)
+        chance, least = math.sqrt(2 * math.log(max(2, size))), -math.inf
         meaning = self.meaning(vector)
         words = self.words(terms, "1" if cutoff else BM25)
-        chance, least = math.sqrt(2 * math.log(max(2, size))), -math.inf
-        evidence = meaning + words * RARE / math.log(size + 2)
         if cutoff:
-            # Without vectors it is not squared, because words are all there is.
+            # Squared, because one word of several says little. Without vectors it is
+            # not, because words are all there is.
             power = 2 if meaning.any() else 1
             share = words / max(1, len(terms))
-            evidence = np.minimum(chance, meaning) + ALL * share**power
+            evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
+        else:
+            evidence = meaning + RARE_WORD * words / math.log(size + 2)
         if cutoff and size >= FEW:
             best = evidence.max()
-            least = max(OTHERS * chance, best - chance)
-            if best < BEST * chance:
+            least = max(LEAST * chance, best - chance)
+            if best < LEAST_BEST * chance:
                 return []
         # If the evidence is zero, there is no vector and no word of the query.
         kept = (evidence != 0) & (evidence >= least)
@@ -1599,8 +1625,9 @@ class UserFiles:
             self.write(state)
         if id and id != state.id:
             raise NotFound("user")
-        # Copies of its parts, because others share what `load_file` returns.
-        return State(*map(copy.copy, vars(state).values()))
+        # With its own collections, because others share what `load_file` returns.
+        own: Row = {"facts": {**state.facts}, "learned": {**state.learned}}
+        return dataclasses.replace(state, **own, history=[*state.history])
 
     def write(self, state: State) -> None:
         content = pydantic_core.to_json(vars(state))
@@ -1758,7 +1785,7 @@ class User(UserFiles):
         said = [turn.message, *(row["query"] for row in rows)]
         about = ("profile", 0.5, f"{turn.session_id}/{turn.number}", now(), "")
         for item in map(one_line, items):
-            reason = why_not(item)
+            reason = broken_rule(item)
             if not any(share_word(item, query) for query in said):
                 reason = reason or "the user did not say it"
             if not reason:

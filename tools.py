@@ -55,7 +55,7 @@ async def call_tool(
         return False, f"Error: there is no tool {name!r:.64} in {', '.join(functions)}."
     try:
         async with asyncio.timeout(timeout) as limit:  # a thread runs on
-            ok, text = True, await _run(functions[name], arguments)
+            ok, text = True, await run_function(functions[name], arguments)
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:  # a tool is other people's code
@@ -73,12 +73,18 @@ async def call_tool(
     return ok, content.decode(errors="ignore")
 
 
-async def _run(function: Any, arguments: Any) -> Any:
+async def run_function(function: Any, arguments: Any) -> Any:
     call = TypeAdapter(function).validate_python  # checks the arguments, then calls
     if inspect.iscoroutinefunction(function):
         return await call(arguments)
-    once = (call(arguments) for _ in range(1))  # a future hangs on StopIteration
-    return await asyncio.wrap_future(THREADS.submit(copy_context().run, next, once))
+
+    def work() -> Any:
+        try:
+            return call(arguments)
+        except StopIteration as error:  # a future would wait forever
+            raise RuntimeError("StopIteration") from error
+
+    return await asyncio.wrap_future(THREADS.submit(copy_context().run, work))
 
 
 # --- The tools ---
@@ -92,9 +98,16 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
     {"K": 9, "C": 9, "F": 5},
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # from 0 K, in their own degrees
-FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.UAdd: pos}
-FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.USub: neg}
-FUNCTIONS[ast.Pow] = lambda a, b: math.pow(a, b) and a**b  # too large: pow raises first
+
+
+def power(base: float, exponent: float) -> float:
+    math.pow(base, exponent)  # raises before a huge integer takes all memory
+    return base**exponent
+
+
+FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: power}
+FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
+FUNCTIONS |= {ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
 
 
@@ -106,22 +119,22 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text.replace("% of", "% *"))
     try:
-        value = _evaluate(ast.parse(text.strip("=? "), mode="eval").body)
+        value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (ArithmeticError, LookupError, SyntaxError, TypeError) as error:
         raise ValueError(f"no value: {type(error).__name__}: {error}") from None
 
 
-def _evaluate(node: Any) -> Any:
+def evaluate(node: Any) -> Any:
     match node:
         case ast.Constant(value=int() | float() as value):
             return value
         case ast.UnaryOp(op=op, operand=value):
-            return FUNCTIONS[type(op)](_evaluate(value))
+            return FUNCTIONS[type(op)](evaluate(value))
         case ast.BinOp(left=left, op=op, right=right):
-            return FUNCTIONS[type(op)](_evaluate(left), _evaluate(right))
+            return FUNCTIONS[type(op)](evaluate(left), evaluate(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return FUNCTIONS[name](*map(_evaluate, arguments))
+            return FUNCTIONS[name](*map(evaluate, arguments))
     raise SyntaxError(f"{type(node).__name__} is not arithmetic")
 
 
