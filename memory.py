@@ -547,7 +547,7 @@ class Turn:
         self.memory.learner.pending[self.user.folder.name] += 1
         saving = self.user.append(self.state.id, self.session_id, row)
         try:
-            await to_the_end(asyncio.create_task(saving))
+            await to_the_end(asyncio.ensure_future(saving))
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
@@ -658,24 +658,37 @@ class Learner:
                 delay = min(60.0, 2 * delay)
 
     async def learn(self, name: str, failures: Counter[str]) -> bool:
-        """Learn the turns that have waited longest. Return False if none waits."""
-        user, settings = self.memory.files(name), self.settings
+        """Learn the turns that have waited longest. Tell whether more wait."""
+        user = self.memory.files(name)
         state, waiting = await user.read()
         self.pending[name] = len(waiting)
+        if waiting:
+            state, waiting = await self.learn_batch(user, state, waiting, failures)
+            self.pending[name] = len(waiting)
         if not waiting:
             facts = scored(state.facts)
-            if fitting(facts, settings.hint_tokens) != facts:
+            if fitting(facts, self.settings.hint_tokens) != facts:
                 await self.memory.embed_missing(user, FACTS)  # they will be searched
-            return False
+        return bool(waiting)
+
+    async def learn_batch(
+        self, user: "User", state: "State", waiting: Rows, failures: Counter[str]
+    ) -> tuple["State", Rows]:
+        """Learn from the first turns that wait; return the facts and what waits then.
+
+        Args:
+            failures: By turn. One that failed is learned alone and cut shorter, because
+                it may be at fault. After three failures it counts as learned.
+        """
         texts = [turn["query"] + turn["response"][:1000] for turn in waiting]
         fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
         batch = waiting[: max(1, min(fit, BATCH_TURNS))]
         first = batch[0]["source"]
-        if failures[first]:  # the next turn may be at fault, so each is learned alone
+        if failures[first]:
             batch = batch[:1]
+        operations: list[Operation] | None = None
         try:
             operations = await self.propose(user, state, batch, failures[first])
-            await user.learn(batch, operations, settings.max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -685,15 +698,18 @@ class Learner:
             if failures[first] == 3:
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
-                await user.learn(batch, [], settings.max_facts)
-        long = 2 * settings.history_turns  # shorter sessions need no summary
+                operations = []
+        if operations is not None:
+            max_facts = self.settings.max_facts
+            state, waiting = await user.learn(batch, operations, max_facts)
+        long = 2 * self.settings.history_turns  # shorter sessions need no summary
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
                 await self.summarize(user, session_id)
             except (NotFound, NoAnswer, RequestRefused) as error:
                 # It is tried again after the next turn.
                 log.warning("no summary: %r", error)
-        return True
+        return state, waiting
 
     async def propose(
         self, user: "User", state: "State", batch: Rows, failures: int
@@ -1760,14 +1776,21 @@ class User(UserFiles):
         return state, self.waiting(state)
 
     @locked
-    def learn(self, batch: Rows, operations: list[Operation], max_facts: int) -> None:
-        """Apply what a batch changes and mark it as learned, in one write, once."""
+    def learn(
+        self, batch: Rows, operations: list[Operation], max_facts: int
+    ) -> tuple[State, Rows]:
+        """Apply what a batch changes and mark it as learned, in one write, once.
+
+        Returns:
+            The facts, and the turns that wait then. Those of the batch still wait if
+            one of their facts was deleted meanwhile.
+        """
         state = self.load()
         waiting = self.waiting(state)
         if any(turn not in waiting for turn in batch):
-            return  # it was deleted, or another process has learned it
+            return state, waiting  # it was deleted, or another process has learned it
         if any(one.id and one.id not in state.facts for one in operations):
-            return  # a fact was deleted meanwhile, so the turns are learned again
+            return state, waiting
         store = FactStore(state)
         for operation in operations:
             store.apply(operation)
@@ -1775,6 +1798,7 @@ class User(UserFiles):
             state.learned[turn["session_id"]] = turn["turn"]
         store.evict(max_facts)
         self.write(state)
+        return state, self.waiting(state)
 
     @locked
     def propose(self, turn: Turn, items: list[str]) -> Rows:
