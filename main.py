@@ -93,9 +93,9 @@ class Settings(memory.Settings):
     max_concurrent_turns: PositiveInt = 256
     tool_timeout: Seconds = 30.0  # of each call
     upstream_timeout: Seconds = 60.0  # without a byte
-    context_tokens: NonNegativeInt = 0  # as the endpoint says, else 8192
+    context_tokens: NonNegativeInt = 0  # 0: as the endpoint says, else 8192
     ping_after: Seconds = 15.0  # of silence
-    unread_limit: Seconds = 60.0  # until a turn ends whose events nobody takes
+    unread_limit: Seconds = 60.0  # then a turn ends if nobody reads its events
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Settings":
@@ -255,8 +255,8 @@ SORRY = "Sorry, I could not come up with an answer."
 class AgentRun:
     """One turn, with its rounds of requests and tool calls.
 
-    `done` is what its last event will say. Until then, `response` there is the text of
-    the current round.
+    `done` holds the fields of its last event. They are filled round by round: until
+    then, `response` is the text of the current round.
     """
 
     def __init__(self, service: "Service", request: TurnRequest):
@@ -273,10 +273,11 @@ class AgentRun:
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
         user, session = self.request.user, self.request.session
-        begin = self.service.memory.turn
-        begun: Any = begin(user, session) if session else nullcontext()
+        opening: Any = nullcontext()
+        if session:
+            opening = self.service.memory.turn(user, session)
         try:
-            async with begun as turn:
+            async with opening as turn:
                 await self.run_saved(turn)
             await self.events.emit("done", **self.done)
         except asyncio.CancelledError:
@@ -328,7 +329,7 @@ class AgentRun:
         if not chat.contexts:  # the endpoint may have started after us
             await chat.list_models()
         limit = self.service.context(chat.model) * 3 // 4
-        limit -= memory.count_tokens(json.dumps(self.body))
+        limit -= memory.count_tokens(json.dumps(self.body | request.options))
         if turn and not request.history:
             try:
                 self.body["messages"] = turn.fit_context(SYSTEM, hints, limit)
@@ -569,9 +570,9 @@ class ReplyParser:
         if any(extra.values()):
             add_fields(self.extra, extra)
             yield "extra", extra
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
-            yield "thinking", mended(thought)
+            yield "thinking", mended(reasoning)
         if text := text_of(delta, ""):
             yield from self.parts_of_text(self.held + text)
         for piece in delta.get("tool_calls") or []:
@@ -585,6 +586,7 @@ class ReplyParser:
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
             if part == "<think>" and not self.has_text:
                 self.thinking = True
+            # After a thought and text, a </think> is a word of the answer.
             elif part == "</think>" and not (self.has_thought and self.has_text):
                 if self.has_text:  # the template has opened the thought in the prompt
                     yield "thought", ""
@@ -1146,12 +1148,13 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     user = user_of(body, headers)
     if user and turn.text and body.store is not False and memory_is_on(headers):
         given = (body.metadata or {}).get("session_id") or headers.get("X-Session-Id")
-        named, turn.user = str(given or "").strip(), user
+        name = str(given or "").strip()
+        turn.user = user
         try:
-            turn.session = str(UUID(named))
+            turn.session = str(UUID(name))
         except ValueError:
-            about = f"{user}\n{named or queries[0]}"
-            turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, about))
+            seed = f"{user}\n{name or queries[0]}"
+            turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
     return turn
 
 

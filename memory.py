@@ -481,8 +481,8 @@ class Turn:
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
-        # A third of the hints is as many bytes as they have tokens. In bytes too,
-        # because 200 Chinese letters would not fit.
+        # In bytes too, because 200 Chinese letters would not fit a third of the hints.
+        # A token is 3 bytes, so a third of n tokens is n bytes.
         size = max(0, self.memory.settings.hint_tokens - 9)
         return [cut(line[:SAID_CHARS], size) for line in lines]
 
@@ -498,13 +498,16 @@ class Turn:
         """
         turns, summary = self.history, self.transcript.summary
         block = self.memory.settings.history_turns
+        room = limit - prompt_tokens(self.prompt(system, summary, [], hints))
+        sizes = [prompt_tokens(exchange(row)) for row in turns]
+        while len(turns) > 2 and sum(sizes) > room:
+            drop = min(block, len(turns) - 2)
+            turns, sizes = turns[drop:], sizes[drop:]
         while True:
             prompt = self.prompt(system, summary, turns, hints)
             if prompt_tokens(prompt) <= limit:
                 return prompt
-            if len(turns) > 2:
-                turns = turns[min(block, len(turns) - 2) :]
-            elif hints.facts:
+            if hints.facts:
                 hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
             elif hints.said:
                 hints.said.pop()
@@ -521,9 +524,7 @@ class Turn:
         if summary:
             system += f"\n\nEarlier in this conversation:\n{summary}"
         prompt = [as_message("system", system)]
-        for row in turns:
-            prompt.append(as_message("user", row["query"]))
-            prompt.append(as_message("assistant", row["response"] or "(interrupted)"))
+        prompt += itertools.chain.from_iterable(map(exchange, turns))
         prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
         return prompt
 
@@ -581,6 +582,12 @@ class Turn:
                 text += f"{day} user: {cut_middle(row['query'], 500)}\n"
                 text += f"{day} assistant: {cut_middle(row['response'], 500)}\n"
         return text or "Nothing relevant was said in past conversations."
+
+
+def exchange(row: TurnRow) -> list[Message]:
+    """Return a turn as the messages that the prompt repeats."""
+    response = row["response"] or "(interrupted)"
+    return [as_message("user", row["query"]), as_message("assistant", response)]
 
 
 # --- Learning ---
@@ -695,13 +702,14 @@ class Learner:
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             failures.update(turn["source"] for turn in batch)
-            if failures[first] == 3:
-                log.error("turn %s is given up: it counts as learned", first)
-                self.memory.given_up += 1
+            if failures[first] >= 3:
                 operations = []
         if operations is not None:
             max_facts = self.settings.max_facts
             state, waiting = await user.learn(batch, operations, max_facts)
+            if failures[first] >= 3:
+                log.error("turn %s is given up: it counts as learned", first)
+                self.memory.given_up += 1
         long = 2 * self.settings.history_turns  # shorter sessions need no summary
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
@@ -941,7 +949,9 @@ def learning_request(facts: Rows, batch: Rows, budget: int) -> Message:
         query = redact(cut_middle(row["query"], query_bytes))
         response = redact(cut(row["response"], response_bytes))
         # A weak model learns from an echo or from JSON as if the user had said it.
-        if letters(response) == letters(query) or re.match(r"[\s`\w]*[{\[]", response):
+        if letters(response) == letters(query) or re.match(
+            r"\s*(```\w*)?\s*[{\[]", response
+        ):
             response = ""
         at = local_time(row["ended_at"])
         turns.append({"at": at, "query": query, "response": response})
@@ -1069,7 +1079,8 @@ def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
     if op == "update" and not fact:
         op = "add"
     if op == "delete":
-        text, rule = "", "" if fact else "unknown fact"
+        text = ""
+        rule = "" if fact else "unknown fact"
     elif op not in ("add", "update"):
         rule = "operation"
     elif not importance >= 0.2:  # this refuses NaN, too
@@ -1411,12 +1422,12 @@ class Index:
 
         meaning  = (cosine - its mean) / how far the entries' own cosines lie apart
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
-        evidence = meaning + RARE_WORD * bm25 / ln(n + 2)
-        evidence = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
+        loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
+        strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
 
-    The second form of evidence is for a cutoff. It finds nothing if the best entry has
-    less than LEAST_BEST * chance. Otherwise it finds entries that have LEAST * chance
-    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
+    Strict evidence is for a cutoff. Nothing is found if the best entry has less than
+    LEAST_BEST * chance. Otherwise entries are found that have LEAST * chance and are at
+    most `chance` behind the best. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1699,7 +1710,9 @@ class UserFiles:
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
             for session_id in self.session_ids():
-                entries += messages(session_id, self.transcript(session_id).turns)
+                entries += message_entries(
+                    session_id, self.transcript(session_id).turns
+                )
         return {vector_id(self.model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, name: str) -> Vectors:
@@ -1751,11 +1764,11 @@ class User(UserFiles):
         return state, self.transcript(session_id), self.waiting(state)
 
     @locked
-    def append(self, user_id: str, session_id: str, row: Row) -> None:
+    def append(self, id: str, session_id: str, row: Row) -> None:
         """Save a turn at the end of its session, if the user still has this id."""
         # A row that cannot be read again, such as one too deep, is a ValueError here.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
-        state, turns = self.load(user_id), self.transcript(session_id).turns
+        state, turns = self.load(id), self.transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
         # A mark left by a damaged transcript would count this turn as learned.
@@ -1948,7 +1961,7 @@ def fact_index(files: UserFiles, *stamps: Any) -> Index:
     return Index(files.entries(FACTS), files.vectors(FACTS))
 
 
-def messages(session_id: str, turns: list[TurnRow]) -> list[Entry]:
+def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each with its neighbours."""
     said = [(row, text) for row in turns for text in (row["query"], row["response"])]
     said = [(row, text) for row, text in said if text.strip()]
@@ -2017,8 +2030,8 @@ def load_file(path: Path, parse: Callable[[bytes], T], shared: bool = True) -> T
 
 
 @functools.lru_cache(maxsize=256)
-def parse_file(path: Path, parse: Callable[[bytes], T], stamp: Any) -> T:
-    """Parse a file, once for each of its contents, which the stamp tells apart."""
+def parse_file(path: Path, parse: Callable[[bytes], T], version: Any) -> T:
+    """Parse a file, once for each of its versions, which `stamp` tells apart."""
     return parse(path.read_bytes())
 
 

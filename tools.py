@@ -34,7 +34,8 @@ def tool(function: Callable) -> Callable:
 
 def schema(function: Any) -> dict[str, Any]:
     """Return the OpenAI tool schema of a function or method, cached."""
-    key = getattr(function, "__func__", function)  # a method would keep its object
+    # A bound method as key would keep its object alive.
+    key = getattr(function, "__func__", function)
     if key not in SCHEMAS:
         if not function.__doc__:
             raise ValueError(f"{function.__name__} needs a docstring")
@@ -54,7 +55,8 @@ async def call_tool(
     if name not in functions:
         return False, f"Error: there is no tool {name!r:.64} in {', '.join(functions)}."
     try:
-        async with asyncio.timeout(timeout) as limit:  # a thread runs on
+        # After a timeout a thread goes on, but nobody waits for its result.
+        async with asyncio.timeout(timeout) as limit:
             ok, text = True, await run_function(functions[name], arguments)
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False, default=str)
@@ -95,9 +97,9 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
     {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
     {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
     {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
-    {"K": 9, "C": 9, "F": 5},
+    {"K": 9, "C": 9, "F": 5},  # 1 K is 9/5 °F
 ]
-ZEROS = {"C": 273.15, "F": 459.67}  # from 0 K, in their own degrees
+ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
 
 def power(base: float, exponent: float) -> float:
@@ -115,11 +117,15 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic with + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = re.sub(r"\bpi\b", str(math.pi), expression.lower().replace("^", "**"))
-    if not re.search(r"[a-z]\w* ?\(", text):  # in a call, commas separate arguments
+    # 1,234 is 1234, except in a call, where commas separate arguments.
+    if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
+    # 15% is (15/100), but 7 % 4 stays.
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text.replace("% of", "% *"))
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
+        if math.isinf(value):
+            raise OverflowError("too large")
         return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (ArithmeticError, LookupError, SyntaxError, TypeError) as error:
         raise ValueError(f"no value: {type(error).__name__}: {error}") from None
