@@ -693,9 +693,10 @@ class Learner:
         first = batch[0]["source"]
         if failures[first]:
             batch = batch[:1]
-        operations: list[Operation] | None = None
+        max_facts = self.settings.max_facts
         try:
             operations = await self.propose(user, state, batch, failures[first])
+            state, waiting = await user.learn(batch, operations, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -703,11 +704,7 @@ class Learner:
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             failures.update(turn["source"] for turn in batch)
             if failures[first] >= 3:
-                operations = []
-        if operations is not None:
-            max_facts = self.settings.max_facts
-            state, waiting = await user.learn(batch, operations, max_facts)
-            if failures[first] >= 3:
+                state, waiting = await user.learn(batch, [], max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
         long = 2 * self.settings.history_turns  # shorter sessions need no summary

@@ -43,7 +43,6 @@ UVICORN = ("-m", "uvicorn", "--log-level=warning", "--timeout-graceful-shutdown=
 
 # --- What the scripted model says and learns ---
 
-
 RULES = (  # what is said, how the fact begins that ends, and the new fact
     (r"I (?:do not|don't) (use|like) (\w+) any ?more", r"User \1s \2", ""),
     (r"I like (\w+) instead of (\w+)", r"User likes \2", r"User likes \1."),
