@@ -2,7 +2,8 @@
 
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes are derived from them. A turn is saved before its answer is
-complete. It is learned from later, in the background.
+complete. It is learned from later, in the background. To copy this file, install
+mem0ai, faiss-cpu and tinydb.
 
     import asyncio
     from memory import Memory
@@ -56,14 +57,8 @@ from weakref import WeakValueDictionary
 import faiss
 import numpy as np
 import pydantic_core
-from pydantic import (
-    AfterValidator,
-    Field,
-    JsonValue,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-)
+from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
+from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
@@ -1252,7 +1247,8 @@ def open_mem0() -> Any:
     from mem0.utils import spacy_models
     from mem0.vector_stores.base import VectorStoreBase
 
-    # If spaCy is installed without its model, Mem0 would download one.
+    # Private names of Mem0 2.2. If spaCy is installed without its model, Mem0 would
+    # download one.
     spacy_models._load_failed_full = spacy_models._load_failed_lemma = True
     logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
     VectorStoreBase.register(FactStore)

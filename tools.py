@@ -1,4 +1,10 @@
-"""Tools for a model. To add one, write a documented function under `@tool`."""
+"""Tools for a model. To add one, write a documented function under `@tool`.
+
+    offered = [schema(function) for function in TOOLS.values()]  # `tools` of a request
+    ok, text = await call_tool(TOOLS, name, arguments, timeout=30)
+
+To copy this file, install pydantic.
+"""
 
 import ast
 import asyncio
