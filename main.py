@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-import httpx2  # what openai sends requests with
+import httpx2  # for the classes of openai's causes
 import numpy as np
 import openai
 import pydantic
@@ -53,8 +53,9 @@ log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` show
 
 
 def check_folder(folder: Path) -> Path:
-    existing = folder if folder.exists() else folder.absolute().parent
-    if not os.access(existing, os.W_OK | os.X_OK):
+    paths = [folder.absolute(), *folder.absolute().parents]
+    existing = next(path for path in paths if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError("must be a folder, or in a folder, that can be written")
     return folder
 
@@ -299,7 +300,7 @@ class AgentRun:
     async def run_saved(self, turn: memory.Turn | None) -> None:
         """Answer the message, and save the turn whatever becomes of it."""
         status, request, done = "interrupted", self.request, self.done
-        about: Json = {"started_at": memory.now(), "reasoning_mode": request.reasoning}
+        row: Json = {"started_at": memory.now(), "reasoning_mode": request.reasoning}
         try:
             await self.prepare(turn)
             await self.answer()
@@ -311,8 +312,8 @@ class AgentRun:
             # A client that runs its own tools goes on with the turn in a new request.
             if turn and not self.client_calls:
                 done["turn"] = turn.number
-                about |= {"rounds": done["rounds"], "tools": self.calls}
-                await turn.save(request.text, done["response"], status, **about)
+                row |= {"rounds": done["rounds"], "tools": self.calls}
+                await turn.save(request.text, done["response"], status, **row)
 
     async def prepare(self, turn: memory.Turn | None) -> None:
         """Build the prompt, and emit what the model is told."""
@@ -367,7 +368,7 @@ class AgentRun:
                     await self.say("token", SORRY)
                     break
                 choice = "none"
-        if 1 < number == max_rounds and done["finish_reason"] == "stop":
+        if number == max_rounds > 1 and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
     async def ask(self, choice: Any) -> list[Json]:
@@ -379,7 +380,7 @@ class AgentRun:
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
         try:
-            await self.read_reply(body)
+            await self.stream_reply(body)
         except Failure:
             if not reply.finish_reason:  # else nothing is missing
                 raise
@@ -388,7 +389,7 @@ class AgentRun:
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
         reason = re.sub("tool_calls|function_call", "stop", reply.finish_reason)
         done["finish_reason"] = reason
-        calls = await self.calls_of(reply, body.get("tools") or [])
+        calls = await self.repaired_calls(reply, body.get("tools") or [])
         if not calls or choice == "none":
             return []
         done["finish_reason"] = "tool_calls"
@@ -399,7 +400,7 @@ class AgentRun:
         self.body["messages"].append(said | {"tool_calls": calls})
         return calls
 
-    async def read_reply(self, body: Json) -> None:
+    async def stream_reply(self, body: Json) -> None:
         async with aclosing(self.service.chat.stream(body)) as chunks:
             async for chunk in chunks:
                 with failures():  # a chunk may have any shape
@@ -408,7 +409,9 @@ class AgentRun:
                 for part in parts:
                     await self.say(*part)
 
-    async def calls_of(self, reply: "ReplyParser", offered: list[Json]) -> list[Json]:
+    async def repaired_calls(
+        self, reply: "ReplyParser", offered: list[Json]
+    ) -> list[Json]:
         """Return a reply's calls with repaired names and unique ids."""
         names = [str((tool.get("function") or {}).get("name")) for tool in offered]
         calls = reply.calls
@@ -545,7 +548,7 @@ class ReplyParser:
     held = ""  # half of a tag or a character, which waits for the other half
     thinking = False  # whether <think> is open
     has_thought = False  # whether thinking came
-    has_text = False  # whether text came since then
+    has_text = False  # whether text came after it
 
     def __init__(self) -> None:
         self.calls: list[Json] = []
@@ -620,8 +623,9 @@ class ReplyParser:
         text = text if isinstance(text, str) else json.dumps(text)
         call = self.places.get(index) or self.places.get(id)
         if not call and self.calls:
-            # Servers without an index may repeat the id or the name in each piece.
-            begins = (name and id) if index is None else (name or id)
+            # Servers that send no index may repeat the id or the name in each piece.
+            has_both, has_either = bool(name and id), bool(name or id)
+            begins = has_both if index is None else has_either
             call = None if begins else self.calls[-1]
         if not call or (name and is_other(call, id, name)):
             call = new_call("", "")
@@ -656,7 +660,7 @@ def add_fields(total: Json, more: Json) -> Json:
         old: Any = total.get(name)
         if isinstance(old, dict) and isinstance(value, dict):
             total[name] = add_fields({**old}, value)
-        elif type(old) is type(value) and isinstance(value, str | list | int | float):
+        elif type(old) is type(value) and type(value) in (str, list, int, float):
             total[name] = old + value
         else:
             total[name] = value
@@ -1147,7 +1151,7 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     turn = TurnRequest(queries[-1], history=history, options=options)
     user = user_of(body, headers)
     if user and turn.text and body.store is not False and memory_is_on(headers):
-        given = (body.metadata or {}).get("session_id") or headers.get("X-Session-Id")
+        given = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
         name = str(given or "").strip()
         turn.user = user
         try:
@@ -1174,8 +1178,8 @@ class Completion:
     def __init__(self, run: AgentRun, body: CompletionRequest):
         self.run, self.body, self.begun = run, body, False
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.about: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
-        self.about["created"] = int(time.time())
+        self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
+        self.head["created"] = int(time.time())
 
     def encode(self, event: Json) -> bytes:
         """Return an event's bytes, or raise a Failure if nothing was sent before it."""
@@ -1219,7 +1223,7 @@ class Completion:
 
     def result(self, choices: list[Json], **more: Any) -> Json:
         model = self.run.service.chat.model
-        return self.about | {"model": model, "choices": choices} | more
+        return self.head | {"model": model, "choices": choices} | more
 
 
 def sse_event(value: Json) -> bytes:
@@ -1243,8 +1247,9 @@ class CompletionResponse(StreamingResponse):
 
 def openai_error(error: HTTPException) -> Json:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    about = {"message": error.detail, "type": kind, "param": None}
-    return {"error": about | {"code": getattr(error, "code", None)}}
+    code = getattr(error, "code", None)
+    fields = {"message": error.detail, "type": kind, "param": None, "code": code}
+    return {"error": fields}
 
 
 # --- The application ---
@@ -1299,8 +1304,8 @@ async def on_error(request: Request, error: Any) -> Response:
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
-    if status in (400, 422):  # 400 is FastAPI's for a body that it cannot read
-        status = 400 if is_openai else 422  # which OpenAI does not have
+    if status in (400, 422):  # FastAPI mixes them. OpenAI has no 422.
+        status = 400 if is_openai else 422
     content = openai_error(error) if is_openai else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, "application/json")
 

@@ -78,7 +78,7 @@ Embed = Callable[[list[str]], Awaitable[list[Any]]]  # lists of numbers, or arra
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # `main.Settings` checks the values, too
 class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
@@ -189,10 +189,13 @@ FACTS, MESSAGES = "memory.faiss", "turns.faiss"  # files of vectors
 class Memory:
     """The memories of all users, in one folder.
 
+    Opening it sets MEM0_DIR and MEM0_TELEMETRY in the environment, which Mem0 reads.
+
     Args:
         folder: Made if it does not exist. One process can open it once at a time.
         complete: Async. Gets messages and a `json_schema`, as in OpenAI's
-            `response_format`. Returns the model's text. Raises RequestRefused if a
+            `response_format`: one of `memory_operations`, `still_true` and
+            `session_summary`. Returns the model's text. Raises RequestRefused if a
             smaller request may help, anything else if only time can.
         embed: Async. Returns one vector per text. None: search by words only.
         rerank: Async. Gets a query, texts and k; returns positions and relevances.
@@ -229,8 +232,12 @@ class Memory:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.locks = Locks(self.folder / ".lock")
         os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
-        await self.locks.in_thread(open_mem0)
-        self.learner.pending = await self.locks.in_thread(self.waiting)
+        try:
+            await self.locks.in_thread(open_mem0)
+            self.learner.pending = await self.locks.in_thread(self.waiting)
+        except BaseException:
+            self.locks.close()
+            raise
         for name in self.learner.pending:
             self.learner.schedule(name)
 
@@ -306,7 +313,7 @@ class Memory:
                 async with asyncio.timeout(self.settings.rerank_timeout):
                     scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
                 return in_order(facts, scores, k), degraded
-            degraded.append("rerank")
+            degraded.append("rerank")  # only if it failed
         return facts[:k], degraded
 
     async def query_vector(self, query: str) -> Vector | None:
@@ -476,8 +483,8 @@ class Turn:
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
-        # In bytes too, because 200 Chinese letters would not fit a third of the hints.
-        # A token is 3 bytes, so a third of n tokens is n bytes.
+        # In bytes too, because 200 Chinese letters would not fit a third of the hints,
+        # which is n bytes for n tokens of hints. A line alone must fit it.
         size = max(0, self.memory.settings.hint_tokens - 9)
         return [cut(line[:SAID_CHARS], size) for line in lines]
 
@@ -562,7 +569,7 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> Rows:
         """Propose short facts about the user to remember, in the third person."""
-        return await self.user.propose(self, items[:20])
+        return await self.user.store_proposed(self, items[:20])
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations."""
@@ -634,6 +641,8 @@ class Learner:
                     log.warning("past turns wait for their vectors", exc_info=True)
         finally:
             del self.tasks[name], self.due[name], self.pending[name]
+            if not self.tasks:  # nothing waits, for example after a deletion
+                self.memory.degraded.pop("learning", None)
 
     async def embed_when_quiet(self, user: "User", due: asyncio.Event) -> None:
         """Embed facts and past turns, unless the next turn comes soon."""
@@ -690,8 +699,8 @@ class Learner:
             batch = batch[:1]
         max_facts = self.settings.max_facts
         try:
-            operations = await self.propose(user, state, batch, failures[first])
-            state, waiting = await user.learn(batch, operations, max_facts)
+            operations = await self.ask_operations(user, state, batch, failures[first])
+            state, waiting = await user.apply_batch(batch, operations, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -699,7 +708,7 @@ class Learner:
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             failures.update(turn["source"] for turn in batch)
             if failures[first] >= 3:
-                state, waiting = await user.learn(batch, [], max_facts)
+                state, waiting = await user.apply_batch(batch, [], max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
         long = 2 * self.settings.history_turns  # shorter sessions need no summary
@@ -711,7 +720,7 @@ class Learner:
                 log.warning("no summary: %r", error)
         return state, waiting
 
-    async def propose(
+    async def ask_operations(
         self, user: "User", state: "State", batch: Rows, failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change; return what passes the checks."""
@@ -778,7 +787,7 @@ class Learner:
     async def summarize(self, user: "User", session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.settings.history_turns
-        limit = self.memory.limits().context_tokens // 2  # bytes, three for a token
+        max_bytes = self.memory.limits().context_tokens // 2  # a sixth of the context
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
         folded = self.settings.summaries > 0
         while folded:
@@ -787,9 +796,9 @@ class Learner:
             if len(old) <= keep:
                 return
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-            size, parts = limit // len(old) // 2, ("query", "response")
+            size, parts = max_bytes // len(old) // 2, ("query", "response")
             turns = [{key: cut_middle(row[key], size) for key in parts} for row in old]
-            request = {"previous": cut(transcript.summary, limit), "turns": turns}
+            request = {"previous": cut(transcript.summary, max_bytes), "turns": turns}
             prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
             summary = await self.ask(prompt, schema, "summary", str)
             folded = await user.fold(session_id, old, cut(summary.strip(), 8000))
@@ -908,11 +917,11 @@ def json_schema(name: str, properties: Row) -> Row:
     return {"name": name, "strict": True, "schema": schema}
 
 
-def operations_schema(facts: int) -> Row:
-    """Return the schema of an answer that may name the facts 0 to `facts` - 1."""
+def operations_schema(fact_count: int) -> Row:
+    """Return the schema of an answer that may name the facts 0 to `fact_count` - 1."""
     # If no fact is shown, a weak model would update one all the same.
-    ops = FIELDS["op"] if facts else {"type": "string", "enum": ["add"]}
-    ids = FIELDS["id"] | {"enum": [*range(facts), None]}
+    ops = FIELDS["op"] if fact_count else {"type": "string", "enum": ["add"]}
+    ids = FIELDS["id"] | {"enum": [*range(fact_count), None]}
     items = json_schema("operation", FIELDS | {"op": ops, "id": ids})["schema"]
     # A weak model writes an empty list when it is confused, so one item is asked for.
     operations = {"type": "array", "minItems": 1, "items": items}
@@ -959,7 +968,7 @@ def learning_message(today: str, facts: list[str], turns: Rows) -> Message:
 
 @functools.lru_cache(maxsize=16)
 def learning_prompt(budget: int) -> list[Message]:
-    """Return the rules, and the first examples that fit a budget of tokens."""
+    """Return the rules, and every example that still fits a budget of tokens."""
     messages = [as_message("system", LEARN_PROMPT)]
     nothing = dict.fromkeys(FIELDS) | {"op": "add", "importance": 0}
     for facts, turns, operations in EXAMPLES:
@@ -1010,8 +1019,9 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
 
 # --- What may become a fact ---
 #
-# A rule knows no words of a language, except for stop words and two patterns, because
-# rules made of English words threw away what a good model did right in other languages.
+# Words of a language are only in the stop words and in the patterns of secrets and of
+# instructions, because rules made of English words threw away what a good model did
+# right in other languages.
 
 MAX_FACT_CHARS = 160
 MAX_READ = 32_000  # bytes of a message that are compared with a quote
@@ -1050,10 +1060,9 @@ def admit(proposed: list[Any], shown: Rows, batch: Rows) -> tuple[list[Any], lis
     # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
     admitted.sort(key=lambda one: (one.at, one.op != "delete"))
-    by_fact: dict[Any, Operation] = {}
-    for number, one in enumerate(admitted):
-        by_fact[one.id or number] = one  # an add concerns no known fact
-    return [*by_fact.values()], dropped
+    adds = [one for one in admitted if one.op == "add"]
+    changes = {one.id: one for one in admitted if one.op != "add"}
+    return [*changes.values(), *adds], dropped
 
 
 def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
@@ -1083,9 +1092,16 @@ def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
         rule = "unchanged"
     else:
         rule = broken_rule(text)
-    id = fact["id"] if fact and op != "add" else ""
-    about = (min(1.0, importance), turn["source"], turn["ended_at"], turn["query"])
-    return rule or Operation(op, id, text, kind, *about)
+    return rule or Operation(
+        op,
+        id=fact["id"] if fact and op != "add" else "",
+        text=text,
+        kind=kind,
+        importance=min(1.0, importance),
+        source=turn["source"],
+        at=turn["ended_at"],
+        query=turn["query"],
+    )
 
 
 def is_said(evidence: str, query: str) -> bool:
@@ -1681,18 +1697,21 @@ class UserFiles:
                 marker.unlink()
         return sorted(found, key=lambda turn: turn["ended_at"])
 
-    def erase(self, name: str, pattern: str, state: State | None = None) -> None:
+    def erase(
+        self, vectors_file: str, pattern: str, state: State | None = None
+    ) -> None:
         """Unlink files, and the vectors whose entries are gone then."""
-        # The vectors go first and a session's marker goes last. As long as any of it is
-        # there, the deletion can be asked for again.
-        vectors = self.vectors(name)
+        # The vectors go first and a session's marker goes last, as ".unlearned" is
+        # sorted after ".json". As long as any of it is there, the deletion can be asked
+        # for again.
+        vectors = self.vectors(vectors_file)
         rest = sorted(self.folder.glob(pattern))
-        for path in [*self.folder.glob(f"*{name}*"), *rest]:
+        for path in [*self.folder.glob(f"*{vectors_file}*"), *rest]:
             path.unlink()
         sync_folder(self.folder)
         if state:
             self.write(state)
-        self.write_vectors(name, vectors)
+        self.write_vectors(vectors_file, vectors)
 
     def entries(self, name: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
@@ -1709,13 +1728,15 @@ class UserFiles:
         return {vector_id(self.model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, name: str) -> Vectors:
+        # Not shared, because a cache of them would be the largest part of the memory.
         return load_file(self.folder / name, parse_vectors, shared=False) or {}
 
     def write_vectors(self, name: str, vectors: Vectors) -> None:
         """Write the vectors whose entries exist; without any there is no file."""
         entries = self.entries(name)
-        # A model of the same name may have made vectors of another size.
-        size = len(next(reversed(vectors.values()), ()))
+        # A model of the same name may have made older vectors of another size.
+        newest = [*vectors.values()][-1:]
+        size = len(newest[0]) if newest else 0
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
@@ -1782,7 +1803,7 @@ class User(UserFiles):
         return state, self.waiting(state)
 
     @locked
-    def learn(
+    def apply_batch(
         self, batch: Rows, operations: list[Operation], max_facts: int
     ) -> tuple[State, Rows]:
         """Apply what a batch changes and mark it as learned, in one write, once.
@@ -1807,19 +1828,20 @@ class User(UserFiles):
         return state, self.waiting(state)
 
     @locked
-    def propose(self, turn: Turn, items: list[str]) -> Rows:
+    def store_proposed(self, turn: Turn, items: list[str]) -> Rows:
         """Store the items that may become facts; return a verdict on each."""
         state = self.load(turn.state.id)
         store, verdicts = FactStore(state), []
         rows = [*turn.transcript.turns, *turn.unlearned]
         said = [turn.message, *(row["query"] for row in rows)]
-        about = ("profile", 0.5, f"{turn.session_id}/{turn.number}", now(), "")
+        source = f"{turn.session_id}/{turn.number}"
+        add = Operation("add", "", "", "profile", 0.5, source, now(), turn.message)
         for item in map(one_line, items):
             reason = broken_rule(item)
             if not any(share_word(item, query) for query in said):
                 reason = reason or "the user did not say it"
             if not reason:
-                store.apply(Operation("add", "", item, *about))
+                store.apply(add._replace(text=item))
             verdicts.append({"item": item, "accepted": not reason, "reason": reason})
         self.write(state)
         return verdicts
@@ -1868,9 +1890,9 @@ class User(UserFiles):
         sessions = []
         for session_id in self.session_ids():
             turns = self.transcript(session_id).turns
-            ended = turns[-1]["ended_at"] if turns else ""
-            about = {"turns": len(turns), "updated_at": ended}
-            sessions.append({"session_id": session_id, **about})
+            row: Row = {"session_id": session_id, "turns": len(turns)}
+            row["updated_at"] = turns[-1]["ended_at"] if turns else ""
+            sessions.append(row)
         return sorted(sessions, key=lambda row: row["updated_at"], reverse=True)
 
     @locked
@@ -1973,8 +1995,8 @@ def vector_id(model: str, place: str, text: str) -> int:
 
 
 def long_date(time: str) -> str:
-    """Return the date of a time in words, such as 7 May 2023."""
-    return f"{datetime.fromisoformat(time):%-d %B %Y}"
+    """Return the local date of a time in words, such as 7 May 2023."""
+    return f"{datetime.fromisoformat(time).astimezone():%-d %B %Y}"
 
 
 # --- Files ---

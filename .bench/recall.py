@@ -36,7 +36,7 @@ async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
         if part == "query" or not rows or rows[-1]["response"]:
             rows.append({"turn": len(rows) + 1, "query": "", "response": ""})
         rows[-1] |= {part: one.text, "ended_at": one.when.isoformat()}
-    by_session = itertools.starmap(memory.messages, sessions.items())
+    by_session = itertools.starmap(memory.message_entries, sessions.items())
     entries = [*itertools.chain.from_iterable(by_session)]
     numbered = {n: one._replace(place=str(n)) for n, one in enumerate(entries)}
     index = memory.Index(numbered, {n: messages[e.text] for n, e in numbered.items()})
