@@ -202,7 +202,8 @@ class EventStream:
 
     async def emit(self, type: str, **fields: Any) -> None:
         """Put an event into the queue. If nobody reads for too long, stop the turn."""
-        self.emitted_at, event = time.monotonic(), {"type": type, **fields}
+        self.emitted_at = time.monotonic()
+        event = {"type": type, **fields}
         if not self.queue.full():
             return self.queue.put_nowait(event)
         try:
@@ -218,7 +219,8 @@ class EventStream:
     async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
         """Yield the events as bytes. Stop the turn with the reader."""
         # One timer per turn, because a timeout per event costs a chat 0.8 ms of CPU.
-        pings, ended = asyncio.create_task(self.ping()), False
+        pings = asyncio.create_task(self.ping())
+        ended = False
         try:
             while not ended:
                 events = [await self.queue.get()]
@@ -299,7 +301,9 @@ class AgentRun:
 
     async def run_saved(self, turn: memory.Turn | None) -> None:
         """Answer the message, and save the turn whatever becomes of it."""
-        status, request, done = "interrupted", self.request, self.done
+        status = "interrupted"
+        request = self.request
+        done = self.done
         row: Json = {"started_at": memory.now(), "reasoning_mode": request.reasoning}
         try:
             await self.prepare(turn)
@@ -317,7 +321,9 @@ class AgentRun:
 
     async def prepare(self, turn: memory.Turn | None) -> None:
         """Build the prompt, and emit what the model is told."""
-        request, chat, hints = self.request, self.service.chat, Hints([], [], [])
+        request = self.request
+        chat = self.service.chat
+        hints = Hints([], [], [])
         offered: list[Any] = [self.plan] if request.reasoning else []
         offered += tools.TOOLS.values()
         if turn:
@@ -373,7 +379,9 @@ class AgentRun:
 
     async def ask(self, choice: Any) -> list[Json]:
         """Ask the model once, append its calls to the messages, and return them."""
-        done, chat, reply = self.done, self.service.chat, ReplyParser()
+        done = self.done
+        chat = self.service.chat
+        reply = ReplyParser()
         self.reply, done["rounds"] = reply, done["rounds"] + 1
         body = self.body | {"model": await chat.model_name()}
         body |= {"tool_choice": choice} if choice else {}
@@ -467,8 +475,11 @@ class AgentRun:
 
     async def run_call(self, call: Json) -> Message:
         """Run one call and note it for the transcript."""
-        began, id, function = time.monotonic(), call["id"], call["function"]
-        name, arguments = function["name"], parse_arguments(function["arguments"])
+        began = time.monotonic()
+        id = call["id"]
+        function = call["function"]
+        name = function["name"]
+        arguments = parse_arguments(function["arguments"])
         note = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
         self.calls.append(note)  # already, because an interrupted turn keeps it too
         # Endpoints refuse every later request that repeats malformed JSON or names.
@@ -507,7 +518,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     users = [n for n, message in enumerate(rest) if message["role"] == "user"]
     last = users[-1] if users else 0
     if block and excess + memory.count_tokens(block) <= 0:
-        content, text = rest[last].get("content") or "", f"{block}\n\n"
+        content = rest[last].get("content") or ""
+        text = f"{block}\n\n"
         if isinstance(content, list):
             rest[last]["content"] = [{"type": "text", "text": text}, *content]
         else:
@@ -568,7 +580,8 @@ class ReplyParser:
         reason = choice.get("finish_reason") or self.finish_reason
         delta = choice.get("delta") or {}
         if message := choice.get("message"):  # of an answer that is not streamed
-            delta, reason = message, reason or "stop"
+            delta = message
+            reason = reason or "stop"
         extra = {"delta": unknown_fields(delta), "choice": unknown_fields(choice)}
         if any(extra.values()):
             add_fields(self.extra, extra)
@@ -616,7 +629,8 @@ class ReplyParser:
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece to its call, found by index, else by id, else the last."""
-        sent, index = piece.get("function") or {}, piece.get("index")
+        sent = piece.get("function") or {}
+        index = piece.get("index")
         id = str(piece.get("id") or "").strip()
         name = str(sent.get("name") or "").strip()
         text = sent.get("arguments") or ""
@@ -730,7 +744,8 @@ class Endpoint:
         self.configured = self.model = model  # empty: the first of the list
         self.contexts: dict[str, int] = {}  # of the models there, in tokens
         self.failure: Failure | None = None  # of the last list
-        self.list_next, self.listing = 0.0, asyncio.Lock()
+        self.list_next = 0.0
+        self.listing = asyncio.Lock()
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
@@ -745,7 +760,8 @@ class Endpoint:
     async def stream(self, body: Json) -> AsyncGenerator[Any, None]:
         """Yield the chunks of a completion."""
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
-        path, post = "/chat/completions", self.client.post
+        path = "/chat/completions"
+        post = self.client.post
         as_stream: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
         with failures():
             if not body.get("stream"):
@@ -760,8 +776,8 @@ class Endpoint:
 
     async def complete(self, body: Json) -> Any:
         """Return a completion that is not streamed."""
-        path, post = "/chat/completions", self.patient.post
-        return await post(path, body=body, cast_to=object)
+        post = self.patient.post
+        return await post("/chat/completions", body=body, cast_to=object)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text.
@@ -806,7 +822,8 @@ class Endpoint:
                 with failures():
                     found = self.client.models.list(timeout=2.0)
                     sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
-                self.contexts, self.failure = sizes, None
+                self.contexts = sizes
+                self.failure = None
             except Failure as failure:
                 # Some servers have no list of models, and work.
                 works = self.configured and failure.answered in (404, 405)
@@ -846,7 +863,8 @@ def failure_of(error: openai.APIError) -> Failure:
         return Failure("upstream_timeout")
     if not isinstance(error, openai.APIStatusError):
         return Failure("upstream_unavailable", words)
-    code, status = "upstream_rejected", error.status_code
+    code = "upstream_rejected"
+    status = error.status_code
     if re.search(TOO_LONG, str(error.body).lower()):
         code = "context_too_long"
     elif status == 408:
@@ -883,7 +901,8 @@ class Service:
         self.running: set[asyncio.Task[None]] = set()
         self.has_learned = False  # whether a learning call was ever answered
         url, key = settings.openai_base_url, settings.openai_api_key
-        self.configured, timeout = bool(url or key), settings.upstream_timeout
+        self.configured = bool(url or key)
+        timeout = settings.upstream_timeout
         chat_model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(url, key, chat_model, timeout)
         self.endpoints = [self.chat] if self.configured else []
@@ -899,7 +918,8 @@ class Service:
         embed = self.embedder.embed if self.embedder else None
         rerank = None
         if rerank_url := settings.rerank_base_url:
-            own_key, rerank_model = settings.rerank_api_key, settings.rerank_model
+            own_key = settings.rerank_api_key
+            rerank_model = settings.rerank_model
             reranker = Endpoint(rerank_url, own_key, rerank_model, timeout)
             self.endpoints.append(reranker)
             rerank = reranker.rerank
@@ -1024,7 +1044,9 @@ async def root() -> str:
 @router.get("/health")
 async def health(service: TheService) -> Json:
     """Say what works, and since when what does not."""
-    chat, users, model = service.chat, service.memory, "not configured"
+    chat = service.chat
+    users = service.memory
+    model = "not configured"
     if service.configured:
         await chat.list_models()
         model = "unreachable" if chat.failure or not chat.model else chat.model
@@ -1176,14 +1198,17 @@ class Completion:
     """Writes the events of a turn as one completion or as its chunks."""
 
     def __init__(self, run: AgentRun, body: CompletionRequest):
-        self.run, self.body, self.begun = run, body, False
+        self.run = run
+        self.body = body
+        self.begun = False
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
         self.head["created"] = int(time.time())
 
     def encode(self, event: Json) -> bytes:
         """Return an event's bytes, or raise a Failure if nothing was sent before it."""
-        type, failure = event["type"], self.run.events.failure
+        type = event["type"]
+        failure = self.run.events.failure
         if type == "error" and failure:
             if not self.begun:
                 raise failure

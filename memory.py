@@ -462,7 +462,8 @@ class Turn:
             history: The texts that a client shows to the model by itself. Without
                 them, the prompt repeats the transcript.
         """
-        self.message, settings = message, self.memory.settings
+        self.message = message
+        settings = self.memory.settings
         said = self.just_said(history)
         said = said[: count_that_fit(said, settings.hint_tokens // 3)]
         budget = settings.hint_tokens - sum(map(count_tokens, said))
@@ -656,7 +657,8 @@ class Learner:
     async def learn_waiting(self, name: str) -> None:
         """Learn all that waits of a user, however long the endpoint or disk fails."""
         failures: Counter[str] = Counter()  # by turn
-        delay, more = self.settings.retry_delay, True
+        delay = self.settings.retry_delay
+        more = True
         while more:
             try:
                 async with self.memory.locks.held(f"{name}/learn"), self.free_slots:
@@ -796,7 +798,8 @@ class Learner:
             if len(old) <= keep:
                 return
             old = old[: 2 * keep]  # in steps, or each turn is cut to a few letters
-            size, parts = max_bytes // len(old) // 2, ("query", "response")
+            size = max_bytes // len(old) // 2
+            parts = ("query", "response")
             turns = [{key: cut_middle(row[key], size) for key in parts} for row in old]
             request = {"previous": cut(transcript.summary, max_bytes), "turns": turns}
             prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
@@ -944,7 +947,8 @@ for _fact, _message, _left in STILL_TRUE_EXAMPLES:
 def learning_request(facts: Rows, batch: Rows, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
     # A message is learned by its beginning and end, an answer by its beginning.
-    query_bytes, response_bytes = max(500, budget), max(500, min(1000, budget // 3))
+    query_bytes = max(500, budget)
+    response_bytes = max(500, min(1000, budget // 3))
     turns = []
     for row in batch:
         query = redact(cut_middle(row["query"], query_bytes))
@@ -1072,7 +1076,8 @@ def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
     turn = next(said, None)  # the newest
     if not turn:
         return "evidence"
-    op, text = str(row.get("op")).lower(), one_line(row.get("text"))
+    op = str(row.get("op")).lower()
+    text = one_line(row.get("text"))
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     importance = row.get("importance")
     if not isinstance(importance, int | float):
@@ -1441,7 +1446,8 @@ class Index:
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
         """Index entries by the ids of their vectors. Some may lack a vector."""
-        self.entries, self.spread = [*entries.values()], 0.0
+        self.entries = [*entries.values()]
+        self.spread = 0.0
         self.keywords = sqlite3.connect(":memory:", check_same_thread=False)
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.keywords.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
@@ -1470,7 +1476,8 @@ class Index:
     ) -> list[tuple[float, str]]:
         """Return the scores, below 1, and the places of the k best entries."""
         size, terms = len(self.entries), query_terms(query)
-        chance, least = math.sqrt(2 * math.log(max(2, size))), -math.inf
+        chance = math.sqrt(2 * math.log(max(2, size)))
+        least = -math.inf
         meaning = self.meaning(vector)
         words = self.words(terms, "1" if cutoff else BM25)
         if cutoff:
@@ -1782,7 +1789,8 @@ class User(UserFiles):
         """Save a turn at the end of its session, if the user still has this id."""
         # A row that cannot be read again, such as one too deep, is a ValueError here.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
-        state, turns = self.load(id), self.transcript(session_id).turns
+        state = self.load(id)
+        turns = self.transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
         # A mark left by a damaged transcript would count this turn as learned.
@@ -1831,7 +1839,8 @@ class User(UserFiles):
     def store_proposed(self, turn: Turn, items: list[str]) -> Rows:
         """Store the items that may become facts; return a verdict on each."""
         state = self.load(turn.state.id)
-        store, verdicts = FactStore(state), []
+        store = FactStore(state)
+        verdicts = []
         rows = [*turn.transcript.turns, *turn.unlearned]
         said = [turn.message, *(row["query"] for row in rows)]
         source = f"{turn.session_id}/{turn.number}"
@@ -1983,7 +1992,8 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     around = ["", *(text[:500] for _, text in said), ""]
     entries = []
     for (row, text), before, after in zip(said, around, around[2:]):
-        place, day = f"{session_id}/{row['turn']}", long_date(row["ended_at"])
+        place = f"{session_id}/{row['turn']}"
+        day = long_date(row["ended_at"])
         entries.append(Entry(place, text, before, after, day))
     return entries
 
