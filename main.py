@@ -947,9 +947,7 @@ class Service:
             await endpoint.list_models()
             served = endpoint.failure or [*endpoint.contexts][:9]
             url = memory.redact(str(endpoint.client.base_url))  # of a password
-            known = endpoint.model in endpoint.contexts
-            level = logging.INFO if known else logging.WARNING
-            log.log(level, "%r at %s: %s", endpoint.model, url, served)
+            log.info("%r at %s, which serves %s", endpoint.model, url, served)
         await self.memory.open()
 
     async def close(self) -> None:

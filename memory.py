@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -192,7 +192,8 @@ class Memory:
     Opening it sets MEM0_DIR and MEM0_TELEMETRY in the environment, which Mem0 reads.
 
     Args:
-        folder: Made if it does not exist. One process can open it once at a time.
+        folder: Made if it does not exist. One process may open it once at a time, or
+            the first `close` would free the locks of both.
         complete: Async. Gets messages and a `json_schema`, as in OpenAI's
             `response_format`: one of `memory_operations`, `still_true` and
             `session_summary`. Returns the model's text. Raises RequestRefused if a
@@ -227,17 +228,12 @@ class Memory:
 
         Raises:
             OSError: The folder cannot be made or written.
-            RuntimeError: This process has opened it already.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.locks = Locks(self.folder / ".lock")
         os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
-        try:
-            await self.locks.in_thread(open_mem0)
-            self.learner.pending = await self.locks.in_thread(self.waiting)
-        except BaseException:
-            self.locks.close()
-            raise
+        await self.locks.in_thread(open_mem0)
+        self.learner.pending = await self.locks.in_thread(self.waiting)
         for name in self.learner.pending:
             self.learner.schedule(name)
 
@@ -293,9 +289,7 @@ class Memory:
         """Return all facts with their scores, or the k best that fit a query."""
         user = self.user(user_id)
         with suppress(NotFound):
-            state, waiting = await user.read()
-            if waiting:  # after damage to the facts' file, every session waits again
-                self.learner.schedule(user.folder.name)
+            state, _ = await user.read()
             if not query:
                 return scored(state.facts)
             await self.embed_missing(user, FACTS)
@@ -2126,14 +2120,9 @@ class Locks:
     kernel would report deadlocks that do not exist.
     """
 
-    opened: ClassVar[dict[Path, asyncio.AbstractEventLoop]] = {}
-
     def __init__(self, path: Path):
-        self.path, self.loop = path, asyncio.get_running_loop()
-        if path in self.opened and not self.opened[path].is_closed():
-            raise RuntimeError(f"{path.parent} is open in this process already")
+        self.loop = asyncio.get_running_loop()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.opened[path] = self.loop
         self.local: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         # A pool of our own, because tools that hang must not keep turns from being
         # saved. FAISS uses one thread in each: to wake more took 4 ms a search.
@@ -2142,7 +2131,6 @@ class Locks:
     def close(self) -> None:
         self.threads.shutdown()
         os.close(self.file)
-        del self.opened[self.path]
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
