@@ -15,12 +15,10 @@ a process that can be killed. `open_memory(folder, learner)` opens `memory.py` a
 
 import asyncio
 import base64
-import errno
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import chain, pairwise
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import numpy as np
@@ -57,6 +55,7 @@ HELLO = {"user_id": "ann", "session_id": MONDAY, "message": "Hello"}
 CITIES = "Lisbon Cairo Oslo Quito Hanoi Nairobi Turin Lima Seoul Perth Riga Baku"
 VISITS = [f"User visited {city}." for city in CITIES.split()]
 CLOSED_URL = "http://127.0.0.1:9/v1"  # refuses connections
+DOWN, NOT_SET = {"openai_base_url": CLOSED_URL}, {"openai_base_url": None}
 ROOT = Path(main.__file__).parent
 pytestmark = pytest.mark.anyio  # runs the tests that are `async def`
 
@@ -82,19 +81,17 @@ def text(*pieces):
     return [*({"content": piece} for piece in pieces), "stop"]
 
 
+def call(index=None, id=None, name=None, arguments=None):
+    """Return a delta with a piece of a tool call, without the fields that are None."""
+    function = {"name": name, "arguments": arguments}
+    function = {key: value for key, value in function.items() if value is not None}
+    piece = {"index": index, "id": id, "function": function}
+    return {"tool_calls": [{k: v for k, v in piece.items() if v is not None}]}
+
+
 def tool_call(name, **arguments):
     """Return a streamed answer that calls one tool."""
-    return tool_calls((name, arguments))
-
-
-def tool_calls(*calls):
-    """Return a streamed answer that calls tools, each as (name, arguments)."""
-    pieces = []
-    for index, (name, arguments) in enumerate(calls):
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        call = {"index": index, "id": f"call_{index + 1}", "function": function}
-        pieces.append({"tool_calls": [call]})
-    return [*pieces, "tool_calls"]
+    return [call(0, "call_1", name, json.dumps(arguments)), "tool_calls"]
 
 
 def error(status, message="no"):
@@ -159,7 +156,7 @@ class Learner:
         name = body["response_format"]["json_schema"]["name"]
         if name == "memory_operations":
             self.learnings.append(body)
-            answer = self.operations.pop(0) if self.operations else [add(None, "")]
+            answer = self.operations.pop(0) if self.operations else []
             answer = {"operations": answer} if isinstance(answer, list) else answer
         elif name == "session_summary":
             self.summarized.append(body)
@@ -360,16 +357,17 @@ async def stop_server(server):
     await server.lifespan.shutdown()
 
 
+SERVICE = ["-m", "uvicorn", "main:app", "--port", "0"]
+
+
 @contextmanager
-def process(folder, model, **settings):
+def process(folder, model, command=SERVICE, **settings):
     """Run the service as another process. Yield the process and a client."""
     known = {"PATH": os.environ["PATH"], "OPENAI_BASE_URL": model.url}
-    known |= {"DATA_DIR": str(folder)} | settings
-    command = [sys.executable, "-B", "-m", "uvicorn", "main:app", "--port", "0"]
-    options = {"env": known, "cwd": ROOT}
+    options = {"cwd": ROOT, "env": known | {"DATA_DIR": str(folder)} | settings}
     with tempfile.NamedTemporaryFile() as log:
         options |= {"stdout": log, "stderr": log}
-        with subprocess.Popen(command, **options) as service:
+        with subprocess.Popen([sys.executable, "-B", *command], **options) as service:
             service.log = Path(log.name)
             try:
                 wait_until(lambda: " running on " in service.log.read_text())
@@ -768,14 +766,6 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
     assert read_stream(parts) == ([], answer, thinking)
 
 
-def call(index=None, id=None, name=None, arguments=None):
-    """Return a delta with a piece of a call, without the fields that are None."""
-    function = {"name": name, "arguments": arguments}
-    function = {key: value for key, value in function.items() if value is not None}
-    piece = {"index": index, "id": id, "function": function}
-    return {"tool_calls": [{k: v for k, v in piece.items() if v is not None}]}
-
-
 def more(index, arguments):
     """Return a delta with more of a call's arguments."""
     return call(index, None, None, arguments)
@@ -929,7 +919,7 @@ def test_a_failed_turn_is_learned_but_not_replayed(chat, model):
 
 def test_what_is_said_while_it_is_down_is_learned_later(start, model):
     model.operations = [[add("User likes tea.", "I like tea")]]
-    with start(openai_base_url=CLOSED_URL) as chat:
+    with start(**DOWN) as chat:
         assert chat.ask("I like tea.")[-1]["code"] == "upstream_unavailable"
         assert chat.turns()[0]["status"] == "error"
     with start() as chat:
@@ -937,7 +927,7 @@ def test_what_is_said_while_it_is_down_is_learned_later(start, model):
 
 
 def test_without_an_endpoint_the_service_says_what_to_set(start):
-    with start(openai_base_url=None) as chat:
+    with start(**NOT_SET) as chat:
         responses = [chat.http.post("/chat", json=HELLO), post(chat, "Hi!")]
     assert [response.status_code for response in responses] == [503, 503]
     assert "OPENAI_BASE_URL" in responses[0].json()["detail"]
@@ -954,8 +944,8 @@ def test_a_bug_of_ours_is_internal_and_only_the_log_has_more(chat, monkeypatch, 
 @cases(
     "settings, status, name",  # settings, the status, and what is said of the model
     ("it answers", {}, "ok", "test-model"),
-    ("it is down", {"openai_base_url": CLOSED_URL}, "degraded", "unreachable"),
-    ("not set", {"openai_base_url": None}, "degraded", "not configured"),
+    ("it is down", DOWN, "degraded", "unreachable"),
+    ("not set", NOT_SET, "degraded", "not configured"),
 )
 def test_health_says_whether_the_model_answers(start, settings, status, name):
     known = {"degraded": {}, "pending": 0, "given_up": 0, "dropped": 0}
@@ -1041,7 +1031,8 @@ def test_calls_run_at_the_same_time_and_results_keep_their_order(chat, model, re
         """Let the first end."""
         second_ran.set()
 
-    model.answers = [tool_calls(("first", {}), ("second", {})), text("Done.")]
+    both = [call(0, "a", "first", "{}"), call(1, "b", "second", "{}"), "tool_calls"]
+    model.answers = [both, text("Done.")]
     chat.ask("Go!")
 
     results = model.requests[1]["messages"][-2:]
@@ -1300,40 +1291,19 @@ def test_the_example_in_memorys_docstring_runs_beside_memory_alone(tmp_path):
     assert list(tmp_path.glob("data/*/*.json"))
 
 
-def test_the_demo_prints_what_the_page_shows(tmp_path):
-    first, second = re.findall(r"^curl .* -d .*$", PAGE, re.MULTILINE)[:2]
+def test_the_demo_prints_what_the_page_shows(model, tmp_path):
+    lines = re.findall(r"^curl .* -d .*$", PAGE, re.MULTILINE)[:2]
     shown = re.findall(r'^\{"type": ?"done".*$', PAGE, re.MULTILINE)
 
-    with demo(tmp_path) as chat:
-        printed = run_line(first, chat)
-        wait_until(lambda: chat.health()["pending"] == 0)
-        printed += run_line(second, chat)
+    printed = []
+    with process(tmp_path, model, [".bench/demo.py"], PORT="0") as (_, chat):
+        for line in lines:
+            line = line.replace("localhost:8000", chat.url.removeprefix("http://"))
+            printed += subprocess.check_output(line, shell=True, text=True).splitlines()
+            wait_until(lambda: chat.health()["pending"] == 0)
 
     done = of_type("done", map(json.loads, printed))
     assert [json.loads(line) for line in shown] == done
-
-
-@contextmanager
-def demo(folder):
-    """Run the README's first command and yield a client."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-B", str(ROOT / ".bench" / "demo.py")]
-    options = {"env": os.environ | {"PORT": str(port), "DATA_DIR": str(folder)}}
-    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, **options) as service:
-        try:
-            wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
-            yield Chat(f"http://127.0.0.1:{port}", folder)
-        finally:
-            service.terminate()
-
-
-def run_line(line, chat):
-    """Run a line of the README in a shell and return what it prints, by line."""
-    line = line.replace("localhost:8000", chat.url.removeprefix("http://"))
-    return subprocess.check_output(line, shell=True, text=True).splitlines()
 
 
 def test_the_page_names_every_setting_and_the_command_of_the_tests():
@@ -1424,15 +1394,14 @@ def test_learning_has_an_extra_body_of_its_own(start, model):
 @cases(
     "settings, words",
     ("the model", {}, "test-model"),
-    ("open to all", {}, "API_KEY"),
-    ("no endpoint", {"openai_base_url": None}, "OPENAI_API_KEY"),
-    ("not there", {"openai_base_url": CLOSED_URL}, CLOSED_URL),
+    ("no endpoint", NOT_SET, "OPENAI_API_KEY"),
+    ("not there", DOWN, CLOSED_URL),
 )
 def test_the_start_says_what_is_used_or_what_to_set(start, caplog, settings, words):
     caplog.set_level("INFO")
     with start(**settings) as chat:
-        assert str(chat.folder) in caplog.text
-    assert words in caplog.text
+        known = [str(chat.folder), "No API_KEY", words]
+    assert [text for text in known if text not in caplog.text] == []
 
 
 # --- A user's data ---
@@ -1723,29 +1692,22 @@ async def test_users_beyond_the_bound_wait_and_are_not_forgotten(learner, tmp_pa
 BARE = '{"op": "add"}'
 
 
-@pytest.mark.parametrize(
-    "answer", [f"{BARE}\n{BARE}", f'{{"operations": [{BARE}, {BARE},]}}']
+@cases(
+    "answer, number",  # of operations
+    ("as it was asked for", f'{{"operations": [{BARE}]}}', 1),
+    ("in a fence, with talk", f'```json\n{{"operations": [{BARE}]}}\n```\nSee [1].', 1),
+    ("thinking", f'<think>{{"operations": []}}</think>{{"operations": [{BARE}]}}', 1),
+    ("a list", f"[{BARE}]", 1),
+    ("one in place of the list", f'{{"operations": {BARE}}}', 1),
+    ("operations alone", f"{BARE}\n{BARE}", 2),
+    ("broken", f'{{"operations": [{BARE}, {BARE},]}}', 2),
 )
-def test_of_a_broken_answer_all_whole_operations_are_taken(answer):
-    assert len(memory.parse_answer(answer, "operations", list)) == 2
+def test_operations_are_found_in_an_answer(answer, number):
+    assert memory.parse_answer(answer, "operations", list) == [{"op": "add"}] * number
 
 
 @cases(
     "answer",
-    ("as it was asked for", f'{{"operations": [{BARE}]}}'),
-    ("in a fence, with talk", f'```json\n{{"operations": [{BARE}]}}\n```\nSee [1].'),
-    ("thinking", f'<think>{{"operations": []}}</think>{{"operations": [{BARE}]}}'),
-    ("a list", f"[{BARE}]"),
-    ("one operation", BARE),
-    ("one in place of the list", f'{{"operations": {BARE}}}'),
-)
-def test_operations_are_found_in_an_answer(answer):
-    assert memory.parse_answer(answer, "operations", list) == [{"op": "add"}]
-
-
-@cases(
-    "answer",
-    ("nothing", ""),
     ("no JSON", "I cannot do that"),
     ("no operations", '{"facts": []}'),
     ("no list", '{"operations": 3}'),
@@ -1792,20 +1754,6 @@ async def test_a_turn_that_fails_three_times_is_given_up(opened, learner):
     await teach(opened, learner, "User likes jazz.")
     assert opened.given_up == 1
     assert await facts_of(opened) == ["User likes jazz."]
-
-
-async def test_after_a_failed_call_a_turn_is_learned_at_the_next_start(
-    learner, tmp_path
-):
-    learner.operations = [ConnectionError()]
-    async with open_memory(tmp_path, learner, retry_delay=3600) as opened:
-        await say(opened, "I like tea")
-        await eventually(lambda: "learning" in opened.degraded)
-        assert opened.pending == 1
-
-    learner.operations = [[add("User likes tea.", "I like tea")]]
-    async with open_memory(tmp_path, learner) as opened:
-        assert await facts_of(opened) == ["User likes tea."]
 
 
 async def test_of_many_facts_those_nearest_to_the_message_are_shown(opened, learner):
@@ -2570,45 +2518,20 @@ def test_importing_the_modules_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def failing_call(monkeypatch):
-    """A context in which a call of the operating system fails, as on a full disk."""
+@pytest.mark.parametrize("name", ["fsync", "replace", "open", "utime"])
+async def test_what_is_not_written_stays_as_it_was(opened, tmp_path, monkeypatch, name):
+    def files(pattern):
+        return {path: path.read_bytes() for path in tmp_path.rglob(pattern)}
 
-    @contextmanager
-    def failing_call(name, number):
-        def fail(*arguments, **options):
-            raise OSError(number, os.strerror(number))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, fail)
-            yield
-
-    return failing_call
-
-
-def json_files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*.json")}
-
-
-@cases(
-    "name, number",
-    ("the disk is broken", "fsync", errno.EIO),
-    ("the disk is read only", "replace", errno.EROFS),
-    ("too many files are open", "open", errno.EMFILE),
-    ("the disk is full", "utime", errno.ENOSPC),
-)
-async def test_what_cannot_be_written_stays_as_it_was(
-    opened, learner, tmp_path, failing_call, name, number
-):
-    await teach(opened, learner, "User likes tea.")
-    before = json_files(tmp_path)
-
-    with failing_call(name, number), pytest.raises(OSError):
+    await say(opened, "I like tea")
+    await opened.idle()
+    before = files("*.json")
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(os, name, Mock(side_effect=OSError("the disk is full")))
         await say(opened, "I like jazz")
 
     assert "storage" in opened.degraded
-    assert json_files(tmp_path) == before
-    assert list(tmp_path.rglob("*.tmp")) == []
+    assert (files("*.json"), files("*.tmp")) == (before, {})
     await say(opened, "I like jazz")
     assert "storage" not in opened.degraded
 
@@ -2629,7 +2552,8 @@ def known_folder(tmp_path_factory):
     return folder
 
 
-SHAPES = [b"", b"null", b"[]", b"{}", b'{"turns":{"1":null}}', b"[" * 99_999]
+FILES = [f"{MONDAY}.json", "memory.json", "memory.faiss", "turns.faiss"]
+SHAPES = [b"", b"null", b"[]", b"{}", b'{"turns":{"1":null}}', b"[" * 99_999, b"\xff\0"]
 
 
 def cut_at(content, place):
@@ -2641,19 +2565,16 @@ def flip_at(content, place):
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-@given(
-    file=st.sampled_from(
-        [f"{MONDAY}.json", "memory.json", "memory.faiss", "turns.faiss"]
-    ),
-    change=st.one_of(
-        st.sampled_from(SHAPES).map(lambda shape: lambda content: shape),
-        st.binary().map(lambda shape: lambda content: shape),
-        st.integers(0, 9999).map(lambda place: lambda content: cut_at(content, place)),
-        st.integers(0, 9999).map(lambda place: lambda content: flip_at(content, place)),
-    ),
-)
+def replace(content, place):
+    return SHAPES[place % len(SHAPES)]
+
+
+CHANGES = st.sampled_from([cut_at, flip_at, replace])
+
+
+@given(st.sampled_from(FILES), CHANGES, st.integers(0, 9999))
 @settings(max_examples=80, deadline=None)
-def test_after_any_damage_a_user_goes_on(known_folder, file, change):
+def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
     async def go_on(folder):
         learner = Learner()
         async with open_memory(folder, learner, embed=learner.embed) as opened:
@@ -2666,7 +2587,7 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change):
     with tempfile.TemporaryDirectory() as root:
         folder = Path(shutil.copytree(known_folder, Path(root) / "data"))
         path = folder / "ann" / file
-        path.write_bytes(damaged := change(path.read_bytes()))
+        path.write_bytes(damaged := change(path.read_bytes(), place))
         asyncio.run(go_on(folder))
 
         aside = [path.read_bytes() for path in folder.glob("ann/*.corrupt-*")]
