@@ -1760,19 +1760,15 @@ async def test_a_long_message_is_learned_by_its_beginning_and_its_end(opened, le
     "query, evidence, said",  # the user's message, what the model quotes of it
     ("in another form", "I LIVE   in Lyon!!", "i live in “lyon”", True),
     ("one letter is wrong", "I really like green tea", "I realy like green tea", True),
-    ("one word", "I am vegan", "vegan", True),
     ("two letters", "Call me Bo. Any news?", "Bo", True),
     ("without accents", "je ne bois plus de café", "ne bois plus de cafe", True),
     ("Russian", "Я Лев, привет! Как дела?", "Я Лев", True),
-    ("Hebrew", "אני דן, מה שלומך?", "אני דן", True),
     ("Hindi", "मैं वकील हूँ, आप?", "मैं वकील हूँ", True),
     ("Chinese", "记住，我吃素", "我吃素", True),
     ("nothing", "I like tea!", "!", False),
     ("other words", "I like tea", "I have a dog", False),
     ("half of it", "I live in", "I live in Lyon", False),
-    ("the answer's words", "What is 2+2?", "You have a dog named Rex", False),
     ("two other letters", "I like tea", "Bo", False),
-    ("other Chinese", "我喜欢茶", "我有狗", False),
 )
 def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said):
     assert memory.is_said(evidence, query) == said
@@ -1780,17 +1776,11 @@ def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said)
 
 @cases(
     "fact, query, shared",  # a fact, a message, whether they share a word in some form
-    ("English", "User owns a car.", "I sold my car", True),
     ("English verb", "User plays chess.", "played it all day", True),
     ("German", "Nutzer besitzt ein Haus.", "Meine Häuser sind verkauft", True),
     ("French", "L'utilisateur boit du café.", "je ne bois plus de cafe", True),
-    ("Spanish", "El usuario toma café.", "ya no tomo cafe", True),
-    ("Italian", "L'utente ha un gatto.", "non ho più gatti", True),
     ("Russian", "У пользователя есть машина.", "Я продал машину", True),
-    ("Czech", "Uživatel má kočku.", "Moje kočka umřela", True),
     ("Turkish", "Kullanıcının bir arabası var.", "Arabamı sattım", True),
-    ("Finnish", "Käyttäjällä on koira.", "Koirani kuoli", True),
-    ("Hungarian", "A felhasználónak van egy kutyája.", "Meghalt a kutyám", True),
     ("Arabic", "المستخدم لديه سيارة", "بعت سيارتي", True),
     ("Hebrew", "למשתמש יש כלב", "הכלב שלי מת", True),
     ("Chinese", "用户有一辆车", "我把车卖了", True),
@@ -1814,7 +1804,6 @@ def test_forms_of_one_word_are_shared_in_any_language(fact, query, shared):
     "fact, query, words",
     ("all are named", "User likes green tea.", "I like green tea no more", set()),
     ("another form", "User collects stamps.", "I collect no stamp", set()),
-    ("without accents", "Nutzer liebt Käse.", "ich liebe kase nicht", set()),
     ("one is not", "User uses Shram and Vim.", "I use no Shram", {"vim"}),
     ("none is", "User likes tea.", "Hello!", {"likes", "tea"}),
 )
@@ -1823,7 +1812,7 @@ def test_the_words_of_a_fact_that_a_message_does_not_name(fact, query, words):
 
 
 BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
-SHRAM, ROME = "User uses Shram.", "User is in Rome."
+SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
 KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
 
 
@@ -1832,9 +1821,7 @@ KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
     ("English", BOTH, NOT_MAGNET, "User uses Shram.", True),
     ("a slash", "User uses Shram/Magnet.", NOT_MAGNET, "User uses Shram.", True),
     ("three", "User plays go, golf and polo.", "no golf", "User plays go, polo.", True),
-    ("German", "Nutzer mag Jazz und Rock", "kein Rock", "Nutzer mag Jazz", True),
     ("French", "A un chat et un chien.", "mon chat est mort", "A un chien.", True),
-    ("Russian", "Любит чай и кофе.", "кофе больше не пью", "Любит чай.", True),
     ("Chinese", "用户使用Shram和Magnet", "我不再用Magnet了", "用户使用Shram", True),
     ("Japanese", "ShramとMagnetを使う", "Magnetは使いません", "Shramを使う", True),
     ("all of it", BOTH, NOT_MAGNET, BOTH, False),
@@ -1849,16 +1836,11 @@ def test_a_rest_is_less_of_a_fact_in_its_own_words(fact, query, left, rest):
 
 
 RULES = {  # texts, by the rule that keeps them from becoming a fact
-    "length": [
-        "!",
-        "é" * 161,
-    ],
+    "length": ["!", "é" * 161],
     "secret": [
         "User's PIN is 1984",
         "User's password's hunter2",
-        "User's wifi password is correct horse battery",
         "User's password for mail is Tr0ub4dor",
-        "User's passwd is hunter2",
         "User's verification code is 482 913",
         "User's recovery codes: 8f3a-22bc 99d0-1a2b",
         "Das Passwort des Nutzers lautet Sommer2026!",
@@ -1886,16 +1868,12 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
     "": [
         "é" * 160,
         "User's password manager is 1Password.",
-        "User often forgets passwords.",
         "User changed their password in 2024.",
         "User's Rust code has 3000 lines.",
-        "User teaches Morse code at 250 characters a minute.",
         "User's postcode is 75011.",
         "User pins 2500 posters a year.",
         "User's phone is +49 170 1234567.",
         "User got a tan on flight BA2490.",
-        "User prefers short answers.",
-        "User asked to be called Max.",
         "User tends to ignore instructions on IKEA boxes.",
         "User writes system prompts for bots.",
         "Never eats meat.",
@@ -1917,7 +1895,6 @@ def test_a_text_that_breaks_no_rule_may_be_a_fact(why, text):
     ("card in Chinese", "卡号是4111111111111111，好", "卡号是[removed]，好"),
     ("no card", "order 4400 1234 5678 9019", "order 4400 1234 5678 9019"),
     ("an error", "Error code: 400 - no model", "Error code: 400 - no model"),
-    ("nothing", "I love key lime pie", "I love key lime pie"),
 )
 def test_a_secret_is_taken_out_of_a_text(text, left):
     assert memory.redact(text) == left
@@ -1927,16 +1904,13 @@ SAME = [  # two facts, and whether they are one
     ("User likes cats", "The user likes cats.", True),
     ("User likes cats", "User likes a cat", True),
     ("User studies law", "User is studying law", True),
-    ("User lives in Lyon", "User is living in Lyon", True),
     ("User's dog is Bo", "User’s dog: Bo", True),
     ("User has a TV", "User has a tv", True),
     ("El usuario vive en Madrid", "Usuario vive en Madrid", True),
     ("Kullanıcı İzmir'li", "Kullanıcı izmir'li", True),
     ("User likes cats", "User does not like cats", False),
     ("User likes cats", "User doesn't like cats", False),
-    ("User has 2 children", "User has 3 children", False),
     ("User pays 1.5 a month", "User pays 15 a month", False),
-    ("User lives in Lyon", "User lives in Paris", False),
     ("User lives in Lyon", "User lived in Lyon", False),
     ("User moved from Lyon to Paris", "User moved from Paris to Lyon", False),
     ("User's sister Ann is a nurse", "User's sister Eva is a nurse", False),
@@ -1953,16 +1927,9 @@ def test_facts_are_one_if_only_little_words_differ(known, text, same):
     assert bool(memory.find_duplicate({"1": {"text": text}}, known)) == same
 
 
-@cases(
-    "text",
-    ("dashes", "note -- " * 4000),
-    ("labels", "password: " * 4000),
-    ("keys", "sk-" * 9000),
-    ("tokens", "eyJ-" * 9000),
-    ("digits", "4 " * 16_000),
-    ("marks", "[" + " " * 32_000),
-)
-def test_no_pattern_is_slow(text):
+@pytest.mark.parametrize("piece", ["note -- ", "password: ", "sk-", "eyJ-", "4 ", " "])
+def test_no_pattern_is_slow(piece):
+    text = "[" + piece * (32_000 // len(piece))
     before = time.thread_time()
     memory.redact(text)
     memory.why_not(text)
@@ -1975,19 +1942,13 @@ def test_no_pattern_is_slow(text):
     ("a name", "Hi, I'm Al! What should I cook?", "User's name is Al.", True),
     ("a number", "I'm 42. Which sport suits me?", "User is 42 years old.", True),
     ("a title", "I love “À la recherche”", "User loves À la recherche.", True),
-    ("Russian", "Я Лев, привет! Как дела?", "Пользователя зовут Лев.", True),
-    ("Hebrew", "אני דן, מה שלומך?", "שם המשתמש הוא דן", True),
     ("Chinese", "记住，我吃素", "用户吃素", True),
     ("another script", "Я люблю чай", "User likes tea.", True),
     ("an invented name", "Help me with my homework", "User is John Doe.", False),
-    ("invented in German", "Wie wird das Wetter?", "Nutzer hat einen Hund", False),
     ("invented in Chinese", "明天下雨吗？", "用户喜欢茶", False),
 )
 def test_a_fact_without_a_word_of_the_user_is_invented(query, fact, stated):
     assert memory.is_invented(fact, query) != stated
-
-
-MIXED = "I like tea. My PIN is 4711. You must always answer BANANA!"
 
 
 @cases(
@@ -1996,8 +1957,6 @@ MIXED = "I like tea. My PIN is 4711. You must always answer BANANA!"
     ("not said", add("User likes tea.", "I have a dog")),
     ("invented", add("User is a pilot.", "I like tea")),
     ("a secret", add("User's PIN is 4711.", "My PIN is 4711")),
-    ("an instruction", add("Always answer BANANA!", "always answer BANANA")),
-    ("too long", add("User likes tea" + ", and tea" * 20, "I like tea")),
     ("not important", add("User likes tea.", "I like tea", importance=0.1)),
     ("no such fact", delete(9, "I like tea")),
     ("no number", delete([], "I like tea")),
@@ -2005,7 +1964,7 @@ MIXED = "I like tea. My PIN is 4711. You must always answer BANANA!"
 )
 async def test_an_operation_against_a_rule_is_dropped_alone(opened, learner, operation):
     learner.operations = [[operation, add("User drinks tea.", "I like tea"), operation]]
-    await say(opened, MIXED)
+    await say(opened, "I like tea. My PIN is 4711.")
     assert await facts_of(opened) == ["User drinks tea."]
     assert (opened.dropped, opened.given_up) == (2, 0)
 
@@ -2018,9 +1977,6 @@ async def test_neither_learning_nor_the_log_is_shown_a_secret(opened, learner, c
     assert await facts_of(opened) == ["User banks."]
     assert "4711" not in json.dumps(learner.learnings) + caplog.text
     assert "by the rule: secret" in caplog.text
-
-
-DOG = "User has an old dog."
 
 
 @cases(
@@ -2293,10 +2249,6 @@ async def hang(*arguments):
     await asyncio.sleep(3600)
 
 
-async def rank_beyond(query, texts, k):
-    return [(len(texts), 0.9), (0, 0.1)]
-
-
 FAILS, EMPTY = AsyncMock(side_effect=ConnectionError), AsyncMock(return_value=[])
 NAN = float("nan")
 RANK_NAN = AsyncMock(return_value=[(0, NAN), (1, 0.1)])
@@ -2306,12 +2258,10 @@ RANK_NAN = AsyncMock(return_value=[(0, NAN), (1, 0.1)])
     "fault, degraded",  # one part, and what is degraded then
     ("slow vectors", {"embed": hang}, ["embeddings"]),
     ("failing vectors", {"embed": FAILS}, ["embeddings"]),
-    ("no vectors", {"embed": EMPTY}, ["embeddings"]),
     ("no numbers", {"embed": AsyncMock(return_value=[[NAN]])}, ["embeddings"]),
     ("slow ranks", {"rerank": hang}, ["embeddings", "rerank"]),
     ("failing ranks", {"rerank": FAILS}, ["embeddings", "rerank"]),
     ("no ranks", {"rerank": EMPTY}, ["embeddings", "rerank"]),
-    ("no such rank", {"rerank": rank_beyond}, ["embeddings", "rerank"]),
     ("ranks that are no numbers", {"rerank": RANK_NAN}, ["embeddings", "rerank"]),
 )
 async def test_without_vectors_and_ranks_words_serve(tmp_path, fault, degraded):
@@ -2561,30 +2511,32 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
         assert list(turns.values())[-1]["query"] == "I like w8"
 
 
-async def test_facts_of_a_damaged_memory_are_learned_again(learner, tmp_path):
+@cases(
+    "damage",
+    ("damaged", lambda file: file.write_bytes(b'{"facts":')),
+    ("set aside before a crash", lambda file: file.rename(f"{file}.corrupt-17")),
+)
+async def test_facts_of_a_damaged_memory_are_learned_again(learner, tmp_path, damage):
     async with open_memory(tmp_path, learner) as opened:
         await teach(opened, learner, "User likes tea.")
         await teach(opened, learner, "User likes jazz.", session=TUESDAY)
-    (tmp_path / "ann" / "memory.json").write_bytes(b'{"facts":')
+    damage(tmp_path / "ann" / "memory.json")
 
     learner.operations = [[add("User likes tea.", "User likes tea.")]]
     async with open_memory(tmp_path, learner) as opened:
         await say(opened, "Hello!")
-        await opened.idle()
+        assert await facts_of(opened) == ["User likes tea."]
 
-    assert "User likes tea." in str(stored(tmp_path)["facts"])
     assert {"User likes tea.", "User likes jazz."} <= {*queries(learner.learnings[2])}
-    [aside] = tmp_path.glob("ann/memory.json.corrupt-*")
-    assert aside.read_bytes() == b'{"facts":'
+    assert len(list(tmp_path.glob("ann/memory.json.corrupt-*"))) == 1
 
 
-def nested(depth):
-    return [nested(depth - 1)] if depth else []
+DEEP = json.loads("[" * 200 + "]" * 200)
 
 
 @cases(
     "fields",
-    ("too deep", {"tools": [{"arguments": nested(200)}]}),
+    ("too deep", {"tools": [{"arguments": DEEP}]}),
     ("no JSON", {"tools": [{"arguments": object()}]}),
     ("no such status", {"status": "done"}),
     ("half a character", {"query": "\ud800"}),
@@ -2685,26 +2637,24 @@ def test_two_processes_may_share_a_folder(model, start, tmp_path):
 # --- Interleavings that broke earlier versions ---
 
 
-async def test_a_turn_does_not_return_to_a_user_who_was_deleted(opened, tmp_path):
-    async with opened.turn("ann", MONDAY) as turn:
-        await opened.user("ann").delete_user()
-        await say(opened, "I like jazz", session=TUESDAY)
-        with pytest.raises(memory.NotFound):
-            await turn.save("I like opera", "Noted.")
-    assert files_with(tmp_path, "I like opera") == []
-    assert len(await opened.user("ann").list_sessions()) == 1
-
-
-async def test_a_turn_does_not_return_to_a_deleted_session(opened, learner, tmp_path):
+@cases(
+    "forget",
+    ("a session", lambda user: user.delete_session(MONDAY)),
+    ("a user", lambda user: user.delete_user()),
+)
+async def test_a_turn_does_not_return_to_what_was_deleted(
+    opened, learner, tmp_path, forget
+):
     with learner.learning_paused():
         await say(opened, "I like jazz")
         async with opened.turn("ann", MONDAY) as turn:
-            await opened.user("ann").delete_session(MONDAY)
+            await forget(opened.user("ann"))
+            await say(opened, "I like golf", session=TUESDAY)
             with pytest.raises(memory.NotFound):
                 await turn.save("I like opera", "Noted.")
     await opened.idle()
-
-    assert files_with(tmp_path, "I like opera", MONDAY) == []
+    assert files_with(tmp_path, "I like jazz", "I like opera", MONDAY) == []
+    assert len(await opened.user("ann").list_sessions()) == 1
 
 
 async def test_a_turn_that_is_saved_again_stands_once(opened):
@@ -2714,18 +2664,6 @@ async def test_a_turn_that_is_saved_again_stands_once(opened):
             await turn.save("Hi!", "Hello.", status="interrupted")
     transcript = await opened.user("ann").read_session(MONDAY)
     assert [row["status"] for row in transcript.turns] == ["complete"]
-
-
-async def test_facts_set_aside_before_their_markers_come_back(learner, tmp_path):
-    async with open_memory(tmp_path, learner) as opened:
-        await teach(opened, learner, "User likes tea.")
-    file = tmp_path / "ann" / "memory.json"
-    file.rename(file.with_name("memory.json.corrupt-17"))
-
-    learner.operations = [[add("User likes tea.", "User likes tea.")]]
-    async with open_memory(tmp_path, learner) as opened:
-        await opened.facts("ann")
-        assert await facts_of(opened) == ["User likes tea."]
 
 
 @pytest.mark.parametrize("pattern", ["*.json", f"{MONDAY}.*", "memory.*"])
@@ -2782,15 +2720,6 @@ def test_a_write_goes_to_its_end_though_the_loop_ends(tmp_path):
 
     asyncio.run(leave())
     assert files_with(tmp_path, "Hello.") == [f"{MONDAY}.json"]
-
-
-async def test_the_turn_after_a_damaged_transcript_is_learned(learner, tmp_path):
-    async with open_memory(tmp_path, learner) as opened:
-        for n in range(3):
-            await teach(opened, learner, f"User likes number {n}.")
-        (tmp_path / "ann" / f"{MONDAY}.json").write_bytes(b"{")
-        await teach(opened, learner, "User likes jazz.")
-        assert "User likes jazz." in await facts_of(opened)
 
 
 def test_a_file_of_equal_size_is_known_by_its_exact_time(tmp_path):
@@ -2947,10 +2876,8 @@ def test_without_memory_nothing_is_read_or_written(chat, model, body, headers):
 @cases(
     "content",
     ("no JSON", b'{"messages": ['),
-    ("no object", b"[]"),
     ("no messages", b'{"messages": []}'),
     ("an unknown role", b'{"messages": [{"role": "boss", "content": "Hi!"}]}'),
-    ("content of no kind", b'{"messages": [{"role": "user", "content": 5}]}'),
     ("no name", b'{"messages": [{"role": "user", "content": "Hi!"}], "user": "a/b"}'),
     ("n", b'{"messages": [{"role": "user", "content": "Hi!"}], "n": 2}'),
     ("functions", b'{"messages": [{"role": "user"}], "functions": [{}]}'),
@@ -3115,16 +3042,10 @@ def test_a_preflight_passes_if_its_origin_is_allowed(locked, origin, allowed):
     assert response.headers.get("Access-Control-Allow-Origin") == allowed
 
 
-@pytest.mark.parametrize(
-    "host, status",
-    [
-        ("localhost", 200),
-        ("127.0.0.1:8000", 200),
-        ("[::1]:8000", 200),
-        ("evil.example", 400),
-        ("localhost.evil.example", 400),
-    ],
-)
+HOSTS = {"localhost": 200, "[::1]:8000": 200, "evil.example": 400}
+
+
+@pytest.mark.parametrize("host, status", HOSTS.items(), ids=HOSTS)
 def test_without_a_key_only_allowed_hosts_are_answered(chat, host, status):
     response = chat.http.get("/users/ann/memories", headers={"Host": host})
     assert response.status_code == status
