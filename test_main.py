@@ -498,8 +498,10 @@ def test_what_one_session_is_told_another_knows(chat, model):
     model.operations = [[add("User uses Shram.", "I use Shram")]]
     chat.ask("I use Shram.", session=MONDAY)
     assert chat.facts() == ["User uses Shram."]
-    events = chat.ask("What do I use?", session=TUESDAY)
-    assert events[0]["facts"][0]["text"] == "User uses Shram."
+    [fact] = chat.ask("What do I use?", session=TUESDAY)[0]["facts"]
+    [known] = chat.memories()
+    assert fact.keys() == {"id", "text", "kind", "score"}
+    assert (fact["id"], fact["text"]) == (known["id"], "User uses Shram.")
     assert "User uses Shram." in model.requests[-1]["messages"][-1]["content"]
 
 
@@ -577,13 +579,9 @@ def test_a_wrong_request_is_refused_and_the_model_is_not_asked(chat, model, wron
     assert model.requests == []
 
 
-FORM = "application/x-www-form-urlencoded"
-
-
 @cases(
     "kind, content, status",  # the type and the content of a body, and the status
     ("text, as any page can post", "text/plain", json.dumps(HELLO), 422),
-    ("a form, as any page can post", FORM, json.dumps(HELLO), 422),
     ("too large", "application/json", b" " * 1001, 413),
     ("too large, in chunks", "application/json", [b" " * 1001], 413),
 )
@@ -632,12 +630,6 @@ def test_thinking_calls_and_results_are_events_in_order(chat, model):
     assert call == known | {"type": "tool_call", "arguments": {"expression": "6 * 7"}}
     assert isinstance(result.pop("ms"), int)
     assert result == known | {"type": "tool_result", "ok": True, "content": "42"}
-
-
-def test_the_facts_that_the_model_is_told_are_in_the_first_event(chat, tea):
-    [fact] = chat.ask("What do I like?")[0]["facts"]
-    known = {"id": tea["id"], "text": "User likes tea.", "kind": "profile"}
-    assert fact == known | {"score": pytest.approx(tea["score"], abs=0.01)}
 
 
 def test_silence_is_broken_by_pings(start, model):
@@ -771,7 +763,6 @@ CALLS = {  # what is sent, and how many calls it is: with ONE alone, or with bot
     "id before the name": ([call(0, "a"), call(0, None, NAME), more(0, ONE)], 1),
     "no index": ([call(None, "a", NAME, HEAD), more(None, TAIL)], 1),
     "name again without an id": ([call(0, "a", NAME), call(0, None, NAME, ONE)], 1),
-    "name again, a blank id": ([call(0, "a", NAME, HEAD), call(0, "", NAME, TAIL)], 1),
     "name again, same id": ([call(0, "a", NAME, HEAD), call(0, "a", NAME, TAIL)], 1),
     "an id in each piece": ([call(0, "a", NAME, HEAD), call(0, "b", None, TAIL)], 1),
     "a space for an id": ([call(0, "a", NAME), call(0, " ", None, ONE)], 1),
@@ -816,11 +807,6 @@ def test_a_call_is_run_however_it_is_sent(chat, model, answer):
     assert events[-1]["response"] == "5."
 
 
-def test_a_null_that_keeps_the_connection_alive_is_skipped(chat, model):
-    model.answers = [[{"content": "Hi"}, b"data: null\n\n", "stop"]]
-    assert chat.ask("Hello!")[-1]["response"] == "Hi"
-
-
 def test_each_call_of_a_turn_has_an_id_of_its_own(chat, model):
     same, again = CALLS["two with one id"][0], CALLS["by index"][0]
     model.answers = [[*same, "tool_calls"], [*again, "tool_calls"]]
@@ -845,8 +831,8 @@ def test_the_first_text_does_not_wait_for_the_second(chat, model, words):
     assert first["text"] == words
 
 
-def test_done_ends_an_answer_though_the_connection_stays_open(chat, model):
-    model.answers = [[*text("Hi."), b"data: [DONE]\n\n", PAUSE]]
+def test_nulls_are_skipped_and_done_ends_an_open_connection(chat, model):
+    model.answers = [[b"data: null\n\n", *text("Hi."), b"data: [DONE]\n\n", PAUSE]]
     assert chat.ask("Hi!")[-1]["response"] == "Hi."
     assert not model.go_on.is_set()
 
@@ -952,9 +938,6 @@ def test_health_names_the_part_that_fails(chat, model):
     assert chat.health()["degraded"].keys() == {"learning"}
 
 
-# --- Embeddings of many servers ---
-
-
 @cases(
     "as_sent",  # how the vectors come back; [] is an error
     ("in order", lambda rows: rows),
@@ -985,15 +968,6 @@ def test_vectors_are_read_however_they_are_sent(start, model, as_sent):
 # --- Tools ---
 
 
-@pytest.fixture
-def registry():
-    """The registry of tools, without what a test adds to it."""
-    before = dict(tools.TOOLS)
-    yield tools.TOOLS
-    tools.TOOLS.clear()
-    tools.TOOLS.update(before)
-
-
 def test_a_tool_is_run_and_its_result_goes_back_to_the_model(chat, model):
     model.answers = [tool_call("calculate", expression="17 * 23"), text("391.")]
 
@@ -1009,19 +983,18 @@ def test_a_tool_is_run_and_its_result_goes_back_to_the_model(chat, model):
     assert turn["rounds"] == 2
 
 
-def test_calls_run_at_the_same_time_and_results_keep_their_order(chat, model, registry):
+def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatch):
     second_ran = threading.Event()
 
-    @tools.tool
     def first() -> bool:
         """Wait for the second."""
         return second_ran.wait(10)
 
-    @tools.tool
     def second() -> None:
         """Let the first end."""
         second_ran.set()
 
+    monkeypatch.setattr(tools, "TOOLS", {"first": first, "second": second})
     both = [call(0, "a", "first", "{}"), call(1, "b", "second", "{}"), "tool_calls"]
     model.answers = [both, text("Done.")]
     chat.ask("Go!")
@@ -1048,16 +1021,15 @@ def test_a_wrong_call_is_an_error_text(chat, model, answer, arguments, told):
     assert events[-1]["response"] == "Sorry."
 
 
-def test_a_slow_tool_is_not_waited_for(start, model, registry):
-    @tools.tool
+def test_a_slow_tool_is_not_waited_for(start, model, monkeypatch):
     def block() -> None:
         """Wait."""
         model.go_on.wait(20)
 
+    monkeypatch.setitem(tools.TOOLS, "block", block)
     model.answers = [tool_call("block"), text("Sorry.")]
     with start(tool_timeout=0.05) as chat:
         events = chat.ask("Go!")
-
     [result] = of_type("tool_result", events)
     assert result["content"] == "Error: block took longer than 0.05 s."
     assert events[-1]["response"] == "Sorry."
@@ -1096,9 +1068,6 @@ def test_silence_is_asked_once_more_without_tools(chat, model):
     assert (done["response"], done["finish_reason"]) == ("Two.", "stop")
 
 
-PLAN = {"type": "function", "function": {"name": "plan"}}
-
-
 def test_with_reasoning_a_task_is_planned_and_the_plan_changed(chat, model):
     first, second = ["Convert", "Square"], ["Look it up", "Square"]
     model.answers = [tool_call("plan", steps=steps) for steps in (first, second)]
@@ -1109,16 +1078,11 @@ def test_with_reasoning_a_task_is_planned_and_the_plan_changed(chat, model):
     plans = [(plan["round"], plan["steps"]) for plan in of_type("plan", events)]
     assert plans == [(1, first), (3, second)]
     assert [call["name"] for call in of_type("tool_call", events)] == ["calculate"]
-    assert [r.get("tool_choice") for r in model.requests] == [PLAN, None, None, None]
-    assert events[-1]["response"] == "Noted."
-
-
-def test_the_steps_and_the_rounds_left_stand_behind_the_last_result(chat, model):
-    calculate = tool_call("calculate", expression="2 + 3")
-    model.answers = [tool_call("plan", steps=["Add", "Tell"]), calculate, text("5.")]
-    chat.ask("What is 2 + 3?", reasoning_mode=True)
-    result = model.requests[2]["messages"][-1]["content"]
-    assert re.search(r"(?s)^5\b.*Add.*Tell.*\b6\b", result)
+    choices = [request.get("tool_choice") for request in model.requests]
+    plan = {"type": "function", "function": {"name": "plan"}}
+    assert choices == [plan, None, None, None]
+    result = model.requests[2]["messages"][-1]["content"]  # steps and rounds left
+    assert re.search(r"(?s)^Error.*Convert.*Square.*\b6\b", result)
 
 
 def test_usage_is_summed_over_the_rounds(chat, model):
@@ -1342,13 +1306,6 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model):
     assert [request["model"] for request in asked] == names
 
 
-def test_without_names_the_first_model_of_the_endpoint_is_asked(chat, model):
-    chat.ask("I like tea.")
-    chat.facts()
-    assert model.requests[0]["model"] == model.learnings[0]["model"] == "test-model"
-    assert chat.health()["model"] == "test-model"
-
-
 def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
     model.answers = [JSONResponse({"choices": [{"message": {"content": "Hi."}}]})]
     chat_extra = '{"seed": 7, "stream": false, "stream_options": null}'
@@ -1383,7 +1340,7 @@ def test_a_fact_is_listed_with_all_its_fields(tea):
     said = {"text", "kind", "importance", "frequency", "source"}
     assert tea.keys() == {"id", "score"} | times | said
     assert (tea["text"], tea["source"]) == ("User likes tea.", f"{MONDAY}/1")
-    assert 0 < tea["score"] < 1
+    assert (tea["kind"], 0 < tea["score"] < 1) == ("profile", True)
 
 
 def test_a_fact_has_a_history(chat, tea):
@@ -1413,10 +1370,6 @@ def test_a_session_is_read_with_its_turns(chat):
     assert session["turns"][0].keys() == known | {"started_at", "ended_at"}
 
 
-def test_the_memories_of_an_unknown_user_are_an_empty_list(chat):
-    assert chat.http.get("/users/eve/memories").json() == {"memories": []}
-
-
 @cases(
     "method, path",
     ("a user", "DELETE", "/users/eve"),
@@ -1434,7 +1387,7 @@ def test_the_memories_of_an_unknown_user_are_an_empty_list(chat):
 def test_what_does_not_exist_is_404_and_makes_nothing(chat, tea, method, path):
     response = chat.http.request(method, path.format(id=tea["id"]))
     assert (response.status_code, "detail" in response.json()) == (404, True)
-    assert chat.facts() == ["User likes tea."]
+    assert (chat.facts("ann"), chat.facts("eve")) == (["User likes tea."], [])
     assert not (chat.folder / "eve").exists()
 
 
@@ -1469,13 +1422,6 @@ def files_with(folder, *deleted):
     return [path.name for path in paths if any(holds(path, text) for text in deleted)]
 
 
-def leave_copies(folder):
-    """Copy each file under the names that crashes and damage leave behind."""
-    for path in list(folder.iterdir()):
-        shutil.copy(path, path.with_name(f".{path.name}.tmp"))
-        shutil.copy(path, path.with_name(f"{path.name}.corrupt-17"))
-
-
 SPOKEN = ["I like saffron", "I like dill", "I like rue"]
 
 
@@ -1496,7 +1442,9 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, left, again):
             chat.facts()
         wait_until(lambda: len(files_with(chat.folder, *SPOKEN, "Of saffron.")) == 2)
         [id] = [row["id"] for row in chat.memories() if "saffron" in row["text"]]
-        leave_copies(chat.folder / "ann")
+        for file in list((chat.folder / "ann").iterdir()):  # as crashes and damage do
+            shutil.copy(file, file.with_name(f".{file.name}.tmp"))
+            shutil.copy(file, file.with_name(f"{file.name}.corrupt-17"))
 
         path = "/users/ann" + path.format(id=id)
         response = chat.http.delete(path)
@@ -1508,22 +1456,25 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, left, again):
 
 
 @cases(
-    "forget",
-    ("all facts", lambda user: user.delete_facts()),
-    ("its session", lambda user: user.delete_session(MONDAY)),
-    ("the user", lambda user: user.delete_user()),
+    "forget, then",  # what the user states after it, in the same session
+    ("all facts", lambda user: user.delete_facts(), []),
+    ("its session", lambda user: user.delete_session(MONDAY), []),
+    ("a session begins again", lambda user: user.delete_session(MONDAY), ["I ski"]),
+    ("the user", lambda user: user.delete_user(), []),
 )
-async def test_what_is_deleted_is_not_learned(opened, learner, tmp_path, forget):
+async def test_what_is_deleted_is_not_learned(opened, learner, forget, then):
     learner.operations = [[add("User likes jazz.", "I like jazz")]]
-
+    learner.operations += [[add(fact, fact)] for fact in then]
     with learner.learning_paused():
         await say(opened, "I like jazz")
         await eventually(lambda: learner.learnings)
         await forget(opened.user("ann"))
+        for fact in then:
+            await say(opened, fact)
     await eventually(lambda: opened.pending == 0)
 
-    assert await facts_of(opened) == []
-    assert files_with(tmp_path, "User likes jazz.") == []
+    assert await facts_of(opened) == then
+    assert files_with(opened.folder, "User likes jazz.") == []
 
 
 async def test_a_deleted_conversation_is_not_summarized(learner, tmp_path):
@@ -1800,17 +1751,6 @@ def test_forms_of_one_word_are_shared_in_any_language(fact, query, shared):
     assert memory.share_word(query, fact) == shared
 
 
-@cases(
-    "fact, query, words",
-    ("all are named", "User likes green tea.", "I like green tea no more", set()),
-    ("another form", "User collects stamps.", "I collect no stamp", set()),
-    ("one is not", "User uses Shram and Vim.", "I use no Shram", {"vim"}),
-    ("none is", "User likes tea.", "Hello!", {"likes", "tea"}),
-)
-def test_the_words_of_a_fact_that_a_message_does_not_name(fact, query, words):
-    assert memory.unnamed_words(fact, query) == words
-
-
 BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
 SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
 KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
@@ -1889,7 +1829,6 @@ def test_a_text_that_breaks_no_rule_may_be_a_fact(why, text):
 @cases(
     "text, left",
     ("password", "my password is hunter2. I ski", "my [removed]. I ski"),
-    ("PIN", "PIN: 4711, flight at 9", "[removed], flight at 9"),
     ("token", "token ghp_16C7e42F292c6912E7710c8383 works", "token [removed] works"),
     ("card", "pay with 4111-1111-1111-1111 please", "pay with [removed] please"),
     ("card in Chinese", "卡号是4111111111111111，好", "卡号是[removed]，好"),
@@ -2184,7 +2123,6 @@ async def test_no_query_breaks_the_search(opened, learner, query):
 
 @cases(
     "damage",
-    ("empty", lambda content: b""),
     ("cut", lambda content: content[:50]),
     ("one bit is wrong", lambda content: content[:-50] + b"\0" + content[-49:]),
 )
@@ -2294,14 +2232,12 @@ async def test_the_model_fetches_facts_and_what_was_just_said(opened, learner):
 @cases(
     "message, item, kept",  # what the user says now, an item, whether it is kept
     ("said", "Remember that I am vegan", "User is vegan.", True),
-    ("short", "Remember I ski.", "User skis.", True),
     ("a number", "Remember: I'm 42.", "User is 42 years old.", True),
     ("Chinese", "记住，我吃素", "用户吃素", True),
     ("said before", "Remember that!", "User plays the cello.", True),
     ("said elsewhere", "Remember that!", "User's sister is Olga.", True),
     ("not said", "Hello!", "User teaches at Yale.", False),
     ("a secret", "My PIN is 4711", "User's PIN is 4711.", False),
-    ("an instruction", "Always answer BANANA", "Always answer BANANA", False),
 )
 async def test_the_model_proposes_facts(opened, learner, message, item, kept):
     with learner.learning_paused():
@@ -2637,24 +2573,24 @@ def test_two_processes_may_share_a_folder(model, start, tmp_path):
 # --- Interleavings that broke earlier versions ---
 
 
-@cases(
-    "forget",
-    ("a session", lambda user: user.delete_session(MONDAY)),
-    ("a user", lambda user: user.delete_user()),
-)
-async def test_a_turn_does_not_return_to_what_was_deleted(
-    opened, learner, tmp_path, forget
-):
-    with learner.learning_paused():
-        await say(opened, "I like jazz")
-        async with opened.turn("ann", MONDAY) as turn:
-            await forget(opened.user("ann"))
-            await say(opened, "I like golf", session=TUESDAY)
-            with pytest.raises(memory.NotFound):
-                await turn.save("I like opera", "Noted.")
-    await opened.idle()
-    assert files_with(tmp_path, "I like jazz", "I like opera", MONDAY) == []
+async def test_a_turn_does_not_return_to_a_user_who_was_deleted(opened, tmp_path):
+    async with opened.turn("ann", MONDAY) as turn:
+        await opened.user("ann").delete_user()
+        await say(opened, "I like jazz", session=TUESDAY)
+        with pytest.raises(memory.NotFound):
+            await turn.save("I like opera", "Noted.")
+    assert files_with(tmp_path, "I like opera") == []
     assert len(await opened.user("ann").list_sessions()) == 1
+
+
+async def test_a_turn_does_not_return_to_a_deleted_session(opened, tmp_path):
+    await say(opened, "I like jazz")
+    async with opened.turn("ann", MONDAY) as turn:
+        await opened.user("ann").delete_session(MONDAY)
+        with pytest.raises(memory.NotFound):
+            await turn.save("I like opera", "Noted.")
+    await opened.idle()
+    assert files_with(tmp_path, "I like opera", MONDAY) == []
 
 
 async def test_a_turn_that_is_saved_again_stands_once(opened):
@@ -2677,19 +2613,6 @@ async def test_a_session_half_deleted_goes_on(learner, tmp_path, pattern):
     async with open_memory(tmp_path, learner) as opened:
         await teach(opened, learner, "User likes jazz.")
         assert "User likes jazz." in await facts_of(opened)
-
-
-async def test_a_learner_applies_nothing_to_a_session_that_began_again(opened, learner):
-    learner.operations = [[add("User likes jazz.", "I like jazz")]]
-
-    with learner.learning_paused():
-        await say(opened, "I like jazz")
-        await eventually(lambda: learner.learnings)
-        await opened.user("ann").delete_session(MONDAY)
-        await say(opened, "I like opera")
-        learner.operations = [[add("User likes opera.", "I like opera")]]
-
-    assert await facts_of(opened) == ["User likes opera."]
 
 
 async def test_a_lock_is_held_until_its_thread_has_ended(opened):
@@ -2759,6 +2682,7 @@ def sessions(chat, user="ann"):
 ANN = {"user": "ann", "metadata": {"session_id": MONDAY}}
 BRIEF = {"role": "system", "content": "Be brief."}
 TIDE = {"type": "function", "function": {"name": "tide", "parameters": {}}}
+LONG = "What about this? " * 30  # 170 tokens
 
 
 def test_openais_client_gets_memory_by_its_base_url(chat, client, model):
@@ -2769,6 +2693,7 @@ def test_openais_client_gets_memory_by_its_base_url(chat, client, model):
     assert answer.choices[0].message.content == "Hello."
     assert [turn["query"] for turn in chat.turns()] == ["I like tea."]
     assert chat.facts() == ["User likes tea."]
+    assert model.requests[0]["model"] == model.learnings[0]["model"] == "test-model"
 
 
 def test_our_own_tools_run_unseen(chat, model):
@@ -2939,9 +2864,6 @@ def test_a_stream_tells_its_usage_if_asked(chat, model):
     *_, last = stream(chat, "Hi!", stream_options={"include_usage": True})
     assert (last["choices"], last["usage"]) == ([], usage)
     assert all(chunk["choices"] for chunk in stream(chat, "Hi!"))
-
-
-LONG = "What about this? " * 30  # 170 tokens
 
 
 def test_a_long_history_loses_hints_and_its_oldest_messages(start, model):
