@@ -1535,19 +1535,17 @@ async def test_learning_asks_what_a_turn_changes_in_the_facts(opened, learner):
 
 
 async def test_each_change_of_a_fact_is_history(opened, learner, tmp_path):
+    lyon, paris = "User lives in Lyon.", "User lives in Paris."
     moved, left = "I moved from Lyon to Paris", "I do not live in Paris"
-    await teach(opened, learner, "User lives in Lyon.")
-    learner.operations = [[update(0, "User lives in Paris.", moved)], [delete(0, left)]]
+    await teach(opened, learner, lyon)
+    learner.operations = [[update(0, paris, moved)], [delete(0, left)]]
     for query in (moved, left):
         await say(opened, query)
         await opened.idle()
-
     rows = stored(tmp_path)["history"]
-    assert [(row["event"], row["old_memory"], row["new_memory"]) for row in rows] == [
-        ("ADD", None, "User lives in Lyon."),
-        ("UPDATE", "User lives in Lyon.", "User lives in Paris."),
-        ("DELETE", "User lives in Paris.", None),
-    ]
+    assert [row["event"] for row in rows] == ["ADD", "UPDATE", "DELETE"]
+    assert [row["old_memory"] for row in rows] == [None, lyon, paris]
+    assert [row["new_memory"] for row in rows] == [lyon, paris, None]
 
 
 async def test_a_fact_said_again_is_counted_once_more(opened, learner):
@@ -1570,11 +1568,8 @@ async def test_a_score_falls_with_the_days_since_a_fact_was_said(learner, tmp_pa
     assert old["score"] == pytest.approx(0.3 + 0.25 * np.exp(-1) + often, abs=1e-3)
 
 
-async def test_at_most_eight_turns_are_learned_in_one_call_and_in_order(
-    opened, learner
-):
+async def test_one_call_learns_at_most_eight_turns_and_in_order(opened, learner):
     said = [f"I like number {n}" for n in range(11)]
-
     with learner.learning_paused():
         await say(opened, said[0])
         await eventually(lambda: learner.learnings)
@@ -1649,13 +1644,9 @@ async def test_after_a_bad_answer_turns_are_learned_one_by_one(opened, learner):
 
 
 async def test_a_turn_that_is_refused_is_cut_shorter(opened, learner):
-    learner.operations = [
-        memory.RequestRefused(),
-        [add("User likes tea.", "I like tea")],
-    ]
-
+    tea = add("User likes tea.", "I like tea")
+    learner.operations = [memory.RequestRefused(), [tea]]
     await say(opened, "I like tea. " + "é" * 4000)
-
     assert await facts_of(opened) == ["User likes tea."]
     [first], [second] = map(queries, learner.learnings)
     assert second.startswith("I like tea.")
@@ -1683,14 +1674,11 @@ async def test_of_many_facts_those_nearest_to_the_message_are_shown(opened, lear
 
 @pytest.mark.parametrize("size", [4096, 8192])
 async def test_learning_leaves_a_quarter_of_the_context(learner, tmp_path, size):
-    def limits():
-        return memory.Limits(context_tokens=size)
-
-    async with open_memory(tmp_path, learner, limits=limits) as opened:
+    options = {"limits": lambda: memory.Limits(context_tokens=size)}
+    async with open_memory(tmp_path, learner, **options) as opened:
         for n in range(3):
             await say(opened, f"第{n}次，" + "我喜欢喝茶，" * 3000, "茶" * 9000)
         await opened.idle()
-
     for body in learner.learnings:
         tokens = [memory.count_tokens(m["content"]) for m in body["messages"]]
         assert sum(tokens) <= size * 3 / 4
@@ -1925,7 +1913,6 @@ async def test_neither_learning_nor_the_log_is_shown_a_secret(opened, learner, c
     ("a part", BOTH, delete(0, "no more Magnet"), SHRAM, [SHRAM]),
     ("nothing, but it is named", DOG, delete(0, "no more dogs"), DOG, []),
     ("nothing", DOG, delete(0, "I moved to Bonn"), DOG, [DOG]),
-    ("all, but nothing is named", DOG, delete(0, "forget all about me"), None, []),
     ("all, in another form", "Ma psa.", delete(0, "Mój pies zdechł"), None, []),
     ("all, in another script", DOG, delete(0, "我的狗死了"), None, []),
     ("changed", DOG, update(0, "User is sad.", "Rex died"), None, ["User is sad."]),
@@ -2144,18 +2131,15 @@ async def test_lost_vectors_are_made_again(learner, tmp_path, damage):
 async def test_another_embedding_model_makes_all_vectors_again(learner, tmp_path):
     name = "first"
     options = {"embed": learner.embed, "limits": lambda: memory.Limits(8192, name)}
-
     async with open_memory(tmp_path, learner, **options) as opened:
         await teach(opened, learner, *VISITS)
         learner.embedded.clear()
         name = "second"
         await opened.idle()
-        again = set(chain(*learner.embedded))
-        learner.embedded.clear()
+        again = list(chain(*learner.embedded))
         await opened.idle()
-
-    assert set(VISITS) < again
-    assert learner.embedded == []
+    assert set(VISITS) < set(again)
+    assert len(again) == len(list(chain(*learner.embedded)))
 
 
 async def test_a_text_without_a_vector_holds_up_no_other(learner, tmp_path):
@@ -2394,9 +2378,9 @@ def known_folder(tmp_path_factory):
     async def fill():
         learner = Learner()
         async with open_memory(folder, learner, embed=learner.embed) as opened:
-            for n in range(4):
-                session = (MONDAY, TUESDAY)[n % 2]
-                await teach(opened, learner, f"User likes w{n}.", session=session)
+            await teach(opened, learner, "User likes w1.", session=MONDAY)
+            await teach(opened, learner, "User likes w2.", session=TUESDAY)
+            await teach(opened, learner, "User likes w3.", "User likes w4.")
 
     asyncio.run(fill())
     return folder
@@ -2406,23 +2390,18 @@ FILES = [f"{MONDAY}.json", "memory.json", "memory.faiss", "turns.faiss"]
 SHAPES = [b"", b"null", b"[]", b"{}", b'{"turns":{"1":null}}', b"[" * 99_999, b"\xff\0"]
 
 
-def cut_at(content, place):
-    return content[: place % len(content)]
-
-
-def flip_at(content, place):
+def damage(content, change, place):
+    """Return a content that is cut, has a wrong bit, or is replaced by a shape."""
     at = place % len(content)
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    flipped = bytes([content[at] ^ 1]) + content[at + 1 :]
+    return {"cut": content[:at], "flip": content[:at] + flipped}.get(change, change)
 
 
-def replace(content, place):
-    return SHAPES[place % len(SHAPES)]
-
-
-CHANGES = st.sampled_from([cut_at, flip_at, replace])
-
-
-@given(st.sampled_from(FILES), CHANGES, st.integers(0, 9999))
+@given(
+    st.sampled_from(FILES),
+    st.sampled_from(["cut", "flip"]) | st.sampled_from(SHAPES),
+    st.integers(0, 9999),
+)
 @settings(max_examples=80, deadline=None)
 def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
     async def go_on(folder):
@@ -2437,7 +2416,7 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
     with tempfile.TemporaryDirectory() as root:
         folder = Path(shutil.copytree(known_folder, Path(root) / "data"))
         path = folder / "ann" / file
-        path.write_bytes(damaged := change(path.read_bytes(), place))
+        path.write_bytes(damaged := damage(path.read_bytes(), change, place))
         asyncio.run(go_on(folder))
 
         aside = [path.read_bytes() for path in folder.glob("ann/*.corrupt-*")]
@@ -2467,12 +2446,9 @@ async def test_facts_of_a_damaged_memory_are_learned_again(learner, tmp_path, da
     assert len(list(tmp_path.glob("ann/memory.json.corrupt-*"))) == 1
 
 
-DEEP = json.loads("[" * 200 + "]" * 200)
-
-
 @cases(
     "fields",
-    ("too deep", {"tools": [{"arguments": DEEP}]}),
+    ("too deep", {"tools": [{"arguments": json.loads("[" * 200 + "]" * 200)}]}),
     ("no JSON", {"tools": [{"arguments": object()}]}),
     ("no such status", {"status": "done"}),
     ("half a character", {"query": "\ud800"}),
