@@ -477,17 +477,13 @@ async def eventually(condition):
             await asyncio.sleep(0.005)
 
 
-def stored(folder):
-    """Return what is in Ann's memory.json."""
-    return json.loads((folder / "ann" / "memory.json").read_text())
-
-
 def set_last_seen(folder, time):
     """Change when all of Ann's facts were last said."""
-    state = stored(folder)
+    file = folder / "ann" / "memory.json"
+    state = json.loads(file.read_text())
     for fact in state["facts"].values():
         fact["last_seen_at"] = time.isoformat()
-    (folder / "ann" / "memory.json").write_text(json.dumps(state))
+    file.write_text(json.dumps(state))
 
 
 # --- The main job ---
@@ -522,10 +518,7 @@ def test_what_has_ended_is_forgotten_and_the_rest_stays(chat, model):
     assert chat.facts() == ["User uses Shram."]
 
 
-def test_two_users_share_nothing(chat, model):
-    model.operations = [[add("User likes tea.", "I like tea")]]
-    chat.ask("I like tea.", user="ann")
-    assert chat.facts("ann") == ["User likes tea."]
+def test_two_users_share_nothing(chat, model, tea):
     events = chat.ask("What do I like?", user="bob")
     assert events[0]["facts"] == []
     assert "tea" not in json.dumps(model.requests[-1])
@@ -908,15 +901,18 @@ def test_a_bug_of_ours_is_internal_and_only_the_log_has_more(chat, monkeypatch, 
 
 
 @cases(
-    "settings, status, name",  # settings, the status, and what is said of the model
-    ("it answers", {}, "ok", "test-model"),
-    ("it is down", DOWN, "degraded", "unreachable"),
-    ("not set", NOT_SET, "degraded", "not configured"),
+    "settings, status, name, logged",
+    ("it answers", {}, "ok", "test-model", "test-model"),
+    ("it is down", DOWN, "degraded", "unreachable", CLOSED_URL),
+    ("not set", NOT_SET, "degraded", "not configured", "OPENAI_API_KEY"),
 )
-def test_health_says_whether_the_model_answers(start, settings, status, name):
+def test_health_and_log_say_what_works(start, caplog, settings, status, name, logged):
+    caplog.set_level("INFO")
     known = {"degraded": {}, "pending": 0, "given_up": 0, "dropped": 0}
     with start(**settings) as chat:
         assert chat.health() == {"status": status, "model": name, **known}
+    for words in (logged, "No API_KEY", str(chat.folder)):
+        assert words in caplog.text
 
 
 def test_health_names_the_part_that_fails(chat, model):
@@ -1189,10 +1185,7 @@ def test_convert_units_returns_both_quantities_or_names_the_units():
 # --- The README as printed ---
 
 PAGE = (ROOT / "README.md").read_text()
-
-
-def code_blocks(language):
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", PAGE)
+EXAMPLES = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE)
 
 
 def run_copied(code, folder, *modules):
@@ -1206,7 +1199,7 @@ def run_copied(code, folder, *modules):
     return done.stdout
 
 
-@pytest.mark.parametrize("code", code_blocks("python"), ids=lambda code: code[:24])
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code[:24])
 def test_an_example_of_the_page_runs_beside_copied_modules(tmp_path, code):
     printed = run_copied(f"from tools import *\n{code}", tmp_path, "memory", "tools")
     for line in re.findall(r"print\(.*\)  # ([^a-z].*)", code):
@@ -1302,31 +1295,15 @@ def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
     assert "temperature" not in model.learnings[0]
 
 
-@cases(
-    "settings, words",
-    ("the model", {}, "test-model"),
-    ("no endpoint", NOT_SET, "OPENAI_API_KEY"),
-    ("not there", DOWN, CLOSED_URL),
-)
-def test_the_start_says_what_is_used_or_what_to_set(start, caplog, settings, words):
-    caplog.set_level("INFO")
-    with start(**settings) as chat:
-        known = [str(chat.folder), "No API_KEY", words]
-    assert [text for text in known if text not in caplog.text] == []
-
-
 # --- A user's data ---
 
 
-def test_a_fact_is_listed_with_all_its_fields(tea):
-    times = {"created_at", "last_seen_at"}
-    said = {"text", "kind", "importance", "frequency", "source"}
-    assert tea.keys() == {"id", "score"} | times | said
-    assert (tea["text"], tea["source"]) == ("User likes tea.", f"{MONDAY}/1")
-    assert (tea["kind"], 0 < tea["score"] < 1) == ("profile", True)
-
-
-def test_a_fact_has_a_history(chat, tea):
+def test_a_fact_is_listed_with_all_its_fields_and_has_a_history(chat, tea):
+    names = {"id", "score", "created_at", "last_seen_at", "frequency", "importance"}
+    known = {"text": "User likes tea.", "kind": "profile", "source": f"{MONDAY}/1"}
+    assert tea.keys() == names | known.keys()
+    assert tea | known == tea
+    assert 0 < tea["score"] < 1
     path = f"/users/ann/memories/{tea['id']}/history"
     [row] = chat.http.get(path).json()["history"]
     assert row.pop("at").startswith("20")
@@ -1511,7 +1488,7 @@ async def test_learning_asks_what_a_turn_changes_in_the_facts(opened, learner):
     assert turn == {"at": turn["at"], "query": "And I swim", "response": "Nice!"}
 
 
-async def test_each_change_of_a_fact_is_history(opened, learner, tmp_path):
+async def test_each_change_of_a_fact_is_history(opened, learner):
     lyon, paris = "User lives in Lyon.", "User lives in Paris."
     moved, left = "I moved from Lyon to Paris", "I do not live in Paris"
     await teach(opened, learner, lyon)
@@ -1519,7 +1496,7 @@ async def test_each_change_of_a_fact_is_history(opened, learner, tmp_path):
     for query in (moved, left):
         await say(opened, query)
         await opened.idle()
-    rows = stored(tmp_path)["history"]
+    rows = (await opened.user("ann").read())[0].history
     assert [row["event"] for row in rows] == ["ADD", "UPDATE", "DELETE"]
     assert [row["old_memory"] for row in rows] == [None, lyon, paris]
     assert [row["new_memory"] for row in rows] == [lyon, paris, None]
@@ -1874,8 +1851,7 @@ async def test_neither_learning_nor_the_log_is_shown_a_secret(opened, learner, c
 
 
 @cases(
-    "fact, found, left, known",
-    # a fact, what learning finds, what is left of the fact; what is known then
+    "fact, found, left, known",  # what learning finds, what is left, what is known then
     ("all of it", BOTH, delete(0, "Shram is no more, all is over"), None, []),
     ("a part", BOTH, delete(0, "no more Magnet"), SHRAM, [SHRAM]),
     ("nothing, but it is named", DOG, delete(0, "no more dogs"), DOG, []),
@@ -2309,10 +2285,9 @@ def test_nothing_is_written_outside_the_folder(model, tmp_path):
 
 
 def test_importing_the_modules_makes_no_folder(tmp_path):
-    settings = {"DATA_DIR": str(tmp_path / "data"), "HOME": str(tmp_path)}
-    command = [sys.executable, "-B", "-c", "import main, memory, tools"]
-    subprocess.run(command, env=settings, cwd=ROOT, check=True)
-    assert list(tmp_path.iterdir()) == []
+    modules = ["main", "memory", "tools"]
+    run_copied("import main, memory, tools", tmp_path, *modules)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == modules
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace", "open", "utime"])
@@ -2485,12 +2460,10 @@ async def test_a_turn_is_saved_though_it_is_cancelled_twice(opened, tmp_path):
 
 
 def test_what_was_answered_survives_a_kill_and_is_learned(model, start, tmp_path):
-    model.operations = [[add("User likes tea.", "I like tea")]]
-
+    model.operations = [[add("User likes tea.", "I like tea")]] * 2
     with process(tmp_path, model) as (service, chat), model.learning_paused():
         assert chat.ask("I like tea.")[-1]["type"] == "done"
         service.kill()
-    model.operations = [[add("User likes tea.", "I like tea")]]
     with start() as chat:
         assert [turn["query"] for turn in chat.turns()] == ["I like tea."]
         assert chat.facts() == ["User likes tea."]
