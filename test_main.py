@@ -2825,7 +2825,7 @@ def test_what_is_here_and_how_it_is_needs_no_key(locked):
     assert "/chat" in locked.http.get("/").text
 
 
-KEYS = ["Bearer", "Bearer sesam", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
+KEYS = ["Bearer", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
 
 
 @pytest.mark.parametrize("header", KEYS)
