@@ -1422,6 +1422,19 @@ async def test_what_is_deleted_is_not_learned(opened, learner, forget, then):
     assert files_with(opened.folder, "User likes jazz.") == []
 
 
+async def test_a_fact_that_is_deleted_meanwhile_is_not_updated(opened, learner, caplog):
+    await teach(opened, learner, "User is in Lyon.")
+    learner.operations = [[update(0, ROME, "Not Lyon, Rome!")]]
+    with learner.learning_paused():
+        await say(opened, "Not Lyon, Rome!")
+        await eventually(lambda: len(learner.learnings) == 2)
+        [fact] = await opened.facts("ann")
+        await opened.user("ann").delete_fact(fact["id"])
+    assert await facts_of(opened) == []
+    assert len(learner.learnings) == 3  # again, from the facts that are left
+    assert "failed" not in caplog.text
+
+
 async def test_a_deleted_conversation_is_not_summarized(learner, tmp_path):
     async with open_memory(tmp_path, learner, history_turns=1) as opened:
         with learner.learning_paused("session_summary"):
