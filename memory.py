@@ -730,7 +730,7 @@ class Learner:
         if len(shown) > SHOWN_FACTS or fitting(shown, budget // 5) != shown:
             said = "\n".join(turn["query"] for turn in batch)
             vector = await self.memory.query_vector(said)
-            shown = await user.search_facts(said, vector, SHOWN_FACTS, cutoff=False)
+            shown = await user.search_facts(said, vector, SHOWN_FACTS, strict=False)
             shown = fitting(shown, budget // 5)
         request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
@@ -1375,12 +1375,13 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 # --- Search ---
 
-RARE_WORD = 3.25  # sigmas for a word that only one entry holds, without a cutoff
-ALL_WORDS = 6.0  # sigmas for all words of the query, with a cutoff
+RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
+ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
 LEAST_BEST = 0.59  # of `chance`: the evidence that the best entry must have
 LEAST = 0.3  # of `chance`: the evidence that every entry must have
 FEW = 8  # entries; fewer have no distribution to be judged by
-BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # by text, before, after, day
+HIT = "1"  # SQL for the score of a word in an entry: the number of words
+BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
 # Words for the user, in many languages, which say nothing of a fact
 SUBJECT_WORDS = """
 i user users usuario usuaria utilisateur utilisatrice nutzer nutzers nutzerin benutzer
@@ -1433,9 +1434,9 @@ class Index:
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
 
-    Strict evidence is for a cutoff. Nothing is found if the best entry has less than
-    LEAST_BEST * chance. Otherwise entries are found that have LEAST * chance and are at
-    most `chance` behind the best. `.bench/recall.py` has the figures.
+    A strict search ends where relevance ends. It finds nothing if the best entry has
+    less than LEAST_BEST * chance. Otherwise it finds entries that have LEAST * chance
+    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1466,15 +1467,15 @@ class Index:
         self.spread = round(float(others.std()), 6)
 
     def search(
-        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, strict: bool = True
     ) -> list[tuple[float, str]]:
         """Return the scores, below 1, and the places of the k best entries."""
         size, terms = len(self.entries), query_terms(query)
         chance = math.sqrt(2 * math.log(max(2, size)))
         least = -math.inf
         meaning = self.meaning(vector)
-        words = self.words(terms, "1" if cutoff else BM25)
-        if cutoff:
+        words = self.words(terms, HIT if strict else BM25)
+        if strict:
             # Squared, because one word of several says little. Without vectors it is
             # not, because words are all there is.
             power = 2 if meaning.any() else 1
@@ -1482,7 +1483,7 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
             evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        if cutoff and size >= FEW:
+        if strict and size >= FEW:
             best = evidence.max()
             least = max(LEAST * chance, best - chance)
             if best < LEAST_BEST * chance:
@@ -1552,7 +1553,9 @@ def query_terms(query: str) -> list[str]:
     """Return the query's words without stop words, quoted for FTS5, at most 64."""
     words = split_words(query)
     terms = [*dict.fromkeys([word for word in words if word not in STOP] or words)]
-    return [f'"{spaced(term)}"' for term in terms[:32] + terms[32:][-32:]]
+    if len(terms) > 64:  # the question often stands behind a paste
+        terms = terms[:32] + terms[-32:]
+    return [f'"{spaced(term)}"' for term in terms]
 
 
 def content_words(text: str, stop: frozenset[str]) -> list[str]:
@@ -1938,12 +1941,12 @@ class User(UserFiles):
 
     @locked
     def search_facts(
-        self, query: str, vector: Vector | None, k: int, cutoff: bool = True
+        self, query: str, vector: Vector | None, k: int, strict: bool = True
     ) -> Rows:
         """Return at most k facts, best first, each with its score."""
         facts: dict[str, Any] = self.load().facts
         stamps = [stamp(self.folder / name) for name in ("memory.json", FACTS)]
-        hits = fact_index(self, *stamps).search(query, vector, len(facts), cutoff)
+        hits = fact_index(self, *stamps).search(query, vector, len(facts), strict)
         hits = [(score, id) for score, id in hits if not has_faded(facts[id])]
         return [{**facts[id], "score": score} for score, id in hits[:k]]
 
@@ -1955,7 +1958,7 @@ class User(UserFiles):
         index = Index(self.entries(MESSAGES), self.vectors(MESSAGES))
         exchanges = []
         shown = set[str]()
-        for _, place in index.search(query, vector, 4 * k, cutoff=False):
+        for _, place in index.search(query, vector, 4 * k, strict=False):
             session_id, number = place.split("/")
             if place not in shown:
                 first = max(0, int(number) - 2)

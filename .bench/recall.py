@@ -40,7 +40,7 @@ async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
     entries = [*itertools.chain.from_iterable(by_session)]
     numbered = {n: one._replace(place=str(n)) for n, one in enumerate(entries)}
     index = memory.Index(numbered, {n: messages[e.text] for n, e in numbered.items()})
-    found = [index.search(q, vector, 20, cutoff=False) for q, vector in queries.items()]
+    found = [index.search(q, vector, 20, strict=False) for q, vector in queries.items()]
     return [[entries[int(place)].text for _, place in rows] for rows in found]
 
 
