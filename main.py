@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-import httpx2  # for the classes of openai's causes
+import httpx2  # openai's time-outs have its exceptions as their cause
 import numpy as np
 import openai
 import pydantic
@@ -217,7 +217,7 @@ class EventStream:
         await self.emit("error", code=failure.code, message=failure.detail)
 
     async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
-        """Yield the events as bytes. Stop the turn with the reader."""
+        """Yield the events as bytes. Cancel the turn when the client leaves."""
         # One timer per turn, because a timeout per event costs a chat 0.8 ms of CPU.
         pings = asyncio.create_task(self.ping())
         ended = False
@@ -258,14 +258,14 @@ SORRY = "Sorry, I could not come up with an answer."
 class AgentRun:
     """One turn, with its rounds of requests and tool calls.
 
-    `done` holds the fields of its last event. They are filled round by round: until
-    then, `response` is the text of the current round.
+    `done` holds the fields of its last event. They are filled round by round: its
+    `response` is the text of the current round, and `take_back` empties it.
     """
 
     def __init__(self, service: "Service", request: TurnRequest):
         self.service, self.request = service, request
         self.events = EventStream(service.settings)
-        self.functions: dict[str, Callable] = {}  # ours on offer, by name
+        self.functions: dict[str, Callable] = {}  # our tools offered to the model
         self.body: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.reply = ReplyParser()  # of the current round
         self.calls: list[Json] = []  # with their results, as saved
@@ -286,7 +286,8 @@ class AgentRun:
         except asyncio.CancelledError:
             while not self.events.queue.empty():  # nobody may be there to make room
                 self.events.queue.get_nowait()
-            stopped = Failure("upstream_unavailable", "The turn was stopped.")
+            stopped = Failure("upstream_unavailable")
+            stopped.detail = "The turn was stopped."
             await self.events.fail(stopped)
             raise
         except Failure as failure:
@@ -374,7 +375,8 @@ class AgentRun:
                     await self.say("token", SORRY)
                     break
                 choice = "none"
-        if number == max_rounds > 1 and done["finish_reason"] == "stop":
+        was_limited = max_rounds > 1 and number == max_rounds
+        if was_limited and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
     async def ask(self, choice: Any) -> list[Json]:
@@ -390,13 +392,14 @@ class AgentRun:
         try:
             await self.stream_reply(body)
         except Failure:
-            if not reply.finish_reason:  # else nothing is missing
+            if not reply.finish_reason:  # else the answer is whole
                 raise
         for part in reply.finish():
             await self.say(*part)
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
-        reason = re.sub("tool_calls|function_call", "stop", reply.finish_reason)
-        done["finish_reason"] = reason
+        reason = reply.finish_reason
+        is_call = reason in ("tool_calls", "function_call")
+        done["finish_reason"] = "stop" if is_call else reason
         calls = await self.repaired_calls(reply, body.get("tools") or [])
         if not calls or choice == "none":
             return []
@@ -508,7 +511,7 @@ def text_of(message: Json, between: str = "\n") -> str:
 def fit_history(history: list[Message], block: str, limit: int) -> list[Message]:
     """Return a client's messages, with our prompt and hints, within `limit` tokens.
 
-    Hints go first, then the oldest messages, but no system or last user message.
+    Drop hints first, then the oldest messages, but no system or last user message.
     """
     ours = ("system", "developer")
     own = [text_of(message) for message in history if message["role"] in ours]
@@ -565,7 +568,7 @@ class ReplyParser:
     def __init__(self) -> None:
         self.calls: list[Json] = []
         self.places: dict[Any, Json] = {}  # calls by index and by id
-        self.extra: Json = {"delta": {}, "choice": {}}  # what they hold besides
+        self.extra: Json = {"delta": {}, "choice": {}}  # their fields that we pass on
         self.usage: Json = {}
 
     def feed(self, chunk: Json) -> Iterator[tuple[str, Any]]:
@@ -584,7 +587,8 @@ class ReplyParser:
             reason = reason or "stop"
         extra = {"delta": unknown_fields(delta), "choice": unknown_fields(choice)}
         if any(extra.values()):
-            add_fields(self.extra, extra)
+            add_fields(self.extra["delta"], extra["delta"])
+            add_fields(self.extra["choice"], extra["choice"])
             yield "extra", extra
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
@@ -668,13 +672,14 @@ def unknown_fields(row: Json) -> Json:
     return {k: v for k, v in row.items() if k not in KNOWN_FIELDS and v is not None}
 
 
-def add_fields(total: Json, more: Json) -> Json:
-    """Join texts and lists, sum numbers, and replace other values."""
+def add_fields(total: Json, more: Json, nested: bool = False) -> Json:
+    """Join lists, sum numbers, join texts that are not nested, replace other values."""
+    kinds = (list, int, float) if nested else (list, int, float, str)
     for name, value in more.items():
         old: Any = total.get(name)
         if isinstance(old, dict) and isinstance(value, dict):
-            total[name] = add_fields({**old}, value)
-        elif type(old) is type(value) and type(value) in (str, list, int, float):
+            total[name] = add_fields({**old}, value, nested=True)
+        elif type(old) is type(value) and type(value) in kinds:
             total[name] = old + value
         else:
             total[name] = value
@@ -711,7 +716,9 @@ def calls_in_text(text: str, offered: list[str]) -> list[Json]:
         arguments = written.get("arguments", written.get("parameters"))
         if written.get("name") not in offered or arguments is None:
             return []
-        calls.append(new_call(written["name"], json.dumps(arguments)))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        calls.append(new_call(written["name"], arguments))
     return calls
 
 
@@ -912,15 +919,17 @@ class Service:
         embedding_model = settings.embedding_model or default
         # A chat server of one's own has no embeddings unless their model is named.
         if settings.embedding_base_url or (self.configured and embedding_model):
-            own_key = settings.embedding_api_key or key
-            self.embedder = Endpoint(embedding_url, own_key, embedding_model, timeout)
+            embedding_key = settings.embedding_api_key or key
+            self.embedder = Endpoint(
+                embedding_url, embedding_key, embedding_model, timeout
+            )
             self.endpoints.append(self.embedder)
         embed = self.embedder.embed if self.embedder else None
         rerank = None
         if rerank_url := settings.rerank_base_url:
-            own_key = settings.rerank_api_key
+            rerank_key = settings.rerank_api_key
             rerank_model = settings.rerank_model
-            reranker = Endpoint(rerank_url, own_key, rerank_model, timeout)
+            reranker = Endpoint(rerank_url, rerank_key, rerank_model, timeout)
             self.endpoints.append(reranker)
             rerank = reranker.rerank
         self.memory = Memory(
@@ -1327,7 +1336,8 @@ async def on_error(request: Request, error: Any) -> Response:
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
-    if status in (400, 422):  # FastAPI mixes them. OpenAI has no 422.
+    # FastAPI has 400 for a body that it cannot read, and OpenAI has no 422.
+    if status in (400, 422):
         status = 400 if is_openai else 422
     content = openai_error(error) if is_openai else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, "application/json")

@@ -3,7 +3,7 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes are derived from them. A turn is saved before its answer is
 complete. It is learned from later, in the background. To copy this file, install
-mem0ai, faiss-cpu and tinydb.
+"mem0ai>=2.2,<3", faiss-cpu and tinydb. It runs on Linux and macOS (fcntl).
 
     import asyncio
     from memory import Memory
@@ -78,7 +78,7 @@ Embed = Callable[[list[str]], Awaitable[list[Any]]]  # lists of numbers, or arra
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
-@dataclass(frozen=True)  # `main.Settings` checks the values, too
+@dataclass(frozen=True)  # not checked here, but in `main.Settings`
 class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
@@ -109,6 +109,9 @@ def check_time(text: str) -> str:
 
 
 Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601, in the files UTC
+
+
+# A field that is added to these needs NotRequired, or older files count as damaged.
 
 
 class Fact(TypedDict):
@@ -243,15 +246,15 @@ class Memory:
         self.locks.close()
 
     async def idle(self) -> None:
-        """Wait until everything that was said is learned and embedded."""
+        """Wait until everything is learned and embedded, also if the model fails."""
         while waiting := await self.locks.in_thread(self.waiting):
             for name in waiting:
                 self.learner.schedule(name)
             await asyncio.sleep(0.02)
         for folder in self.folder.glob("[!.]*/"):
             with suppress(NotFound):
-                for name in (FACTS, MESSAGES):
-                    await self.embed_missing(self.files(folder.name), name)
+                for file in (FACTS, MESSAGES):
+                    await self.embed_missing(self.user_of_folder(folder.name), file)
 
     def waiting(self) -> Counter[str]:
         """Return how many sessions wait, by user; delete what a crash left of users."""
@@ -280,9 +283,9 @@ class Memory:
 
     def user(self, user_id: str) -> "User":
         """Return the files of a user, who need not exist."""
-        return self.files(folder_of(normal_name(user_id)))
+        return self.user_of_folder(folder_of(normal_name(user_id)))
 
-    def files(self, folder: str) -> "User":
+    def user_of_folder(self, folder: str) -> "User":
         return User(self.folder / folder, self.limits().embedding_model, self.locks)
 
     async def facts(self, user_id: str, query: str = "", k: int = 20) -> Rows:
@@ -320,15 +323,15 @@ class Memory:
                 return unit_vector(vector)
         return None
 
-    async def embed_missing(self, user: "User", name: str) -> None:
+    async def embed_missing(self, user: "User", file: str) -> None:
         """Make the vectors that a user's file lacks, as far as the endpoint answers."""
-        missing = await user.missing_vectors(name) if self.embed else {}
+        missing = await user.missing_vectors(file) if self.embed else {}
         if not missing:
             return
         rest = iter(missing.items())
         with self.may_fail("embeddings"):
             while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
-                await user.add_vectors(name, await self.embed_documents(texts))
+                await user.add_vectors(file, await self.embed_documents(texts))
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
         """Return the vectors of texts, except of those that the endpoint refuses."""
@@ -382,7 +385,7 @@ MOST_SAID, SAID_CHARS = 20, 200  # messages that wait to be learned, and of each
 class Hints:
     """What memory puts before the model, besides the session's own turns."""
 
-    facts: Rows  # with their score; best first
+    facts: Rows  # with their score: all, best first, or the profile and what was found
     said: list[str]  # what was said elsewhere and is not yet learned, newest first
     degraded: list[str]  # parts that could not be used
 
@@ -478,9 +481,9 @@ class Turn:
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
-        # In bytes too, because 200 Chinese letters would not fit a third of the hints,
-        # which is n bytes for n tokens of hints. A line alone must fit it.
-        size = max(0, self.memory.settings.hint_tokens - 9)
+        # In bytes too, because 200 Chinese letters may not fit a third of the hints.
+        third = self.memory.settings.hint_tokens // 3
+        size = max(0, 3 * third - 3)  # bytes that `count_tokens` fits into the third
         return [cut(line[:SAID_CHARS], size) for line in lines]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
@@ -505,7 +508,7 @@ class Turn:
             if prompt_tokens(prompt) <= limit:
                 return prompt
             if hints.facts:
-                hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
+                hints.facts.pop()
             elif hints.said:
                 hints.said.pop()
             elif summary:
@@ -541,7 +544,7 @@ class Turn:
         row: Row = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before a learner can see it on disk, who counts what waits again.
+        # Count it before writing. The learner counts again after it has read the file.
         self.memory.learner.pending[self.user.folder.name] += 1
         saving = self.user.append(self.state.id, self.session_id, row)
         try:
@@ -591,6 +594,10 @@ def exchange(row: TurnRow) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
+# A quarter of the context is left for the answer. vLLM makes a token of each 2.6 bytes
+# of JSON, so 5/8 by `count_tokens` is 3/4 by vLLM.
+REQUEST_SHARE = 5 / 8
+EXAMPLES_SHARE = 5 / 9  # of the request: all examples, if the context has 8,192 tokens
 
 
 class Learner:
@@ -608,34 +615,34 @@ class Learner:
         self.due: dict[str, asyncio.Event] = {}
         self.pending: Counter[str] = Counter()  # turns that wait
 
-    def schedule(self, name: str) -> None:
+    def schedule(self, folder: str) -> None:
         """Learn soon what waits of a user."""
-        if name not in self.tasks:
-            self.due[name] = asyncio.Event()
-            self.tasks[name] = asyncio.create_task(self.work_for(name))
-        self.due[name].set()
+        if folder not in self.tasks:
+            self.due[folder] = asyncio.Event()
+            self.tasks[folder] = asyncio.create_task(self.work_for(folder))
+        self.due[folder].set()
 
     async def stop(self) -> None:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
-    async def work_for(self, name: str) -> None:
+    async def work_for(self, folder: str) -> None:
         """Learn what waits of a user, also if more comes meanwhile."""
-        due = self.due[name]
+        due = self.due[folder]
         try:
             while due.is_set():  # also after a deletion, because the user may be back
                 due.clear()
                 await asyncio.sleep(self.settings.learn_delay)
                 try:
-                    await self.learn_waiting(name)
-                    await self.embed_when_quiet(self.memory.files(name), due)
+                    await self.learn_waiting(folder)
+                    await self.embed_when_quiet(self.memory.user_of_folder(folder), due)
                 except NotFound:
                     log.info("a user was deleted before all was learned")
                 except OSError:
                     log.warning("past turns wait for their vectors", exc_info=True)
         finally:
-            del self.tasks[name], self.due[name], self.pending[name]
+            del self.tasks[folder], self.due[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
                 self.memory.degraded.pop("learning", None)
 
@@ -648,15 +655,15 @@ class Learner:
             await self.memory.embed_missing(user, FACTS)
             await self.memory.embed_missing(user, MESSAGES)
 
-    async def learn_waiting(self, name: str) -> None:
+    async def learn_waiting(self, folder: str) -> None:
         """Learn all that waits of a user, however long the endpoint or disk fails."""
         failures: Counter[str] = Counter()  # by turn
         delay = self.settings.retry_delay
         more = True
         while more:
             try:
-                async with self.memory.locks.held(f"{name}/learn"), self.free_slots:
-                    more = await self.learn(name, failures)
+                async with self.memory.locks.held(f"{folder}/learn"), self.free_slots:
+                    more = await self.learn(folder, failures)
                 delay = self.settings.retry_delay
             except (NoAnswer, OSError) as error:
                 self.memory.degraded.setdefault("learning", now())
@@ -664,14 +671,14 @@ class Learner:
                 await asyncio.sleep(delay)
                 delay = min(60.0, 2 * delay)
 
-    async def learn(self, name: str, failures: Counter[str]) -> bool:
+    async def learn(self, folder: str, failures: Counter[str]) -> bool:
         """Learn the turns that have waited longest. Tell whether more wait."""
-        user = self.memory.files(name)
+        user = self.memory.user_of_folder(folder)
         state, waiting = await user.read()
-        self.pending[name] = len(waiting)
+        self.pending[folder] = len(waiting)
         if waiting:
             state, waiting = await self.learn_batch(user, state, waiting, failures)
-            self.pending[name] = len(waiting)
+            self.pending[folder] = len(waiting)
         if not waiting:
             facts = scored(state.facts)
             if fitting(facts, self.settings.hint_tokens) != facts:
@@ -720,11 +727,8 @@ class Learner:
         self, user: "User", state: "State", batch: Rows, failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change; return what passes the checks."""
-        # A quarter of the context is left for the answer. vLLM makes a token of each
-        # 2.6 bytes of JSON, so 5/8 by `count_tokens` is 3/4 by vLLM. If the context has
-        # 8,192 tokens, 5/9 of that hold all examples. Each failure halves both.
-        room = self.memory.limits().context_tokens * 5 // 8
-        prompt = learning_prompt(room * 5 // 9 // 2**failures)
+        room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
+        prompt = learning_prompt(int(room * EXAMPLES_SHARE) // 2**failures)
         budget = (room - prompt_tokens(prompt)) // 2**failures
         shown: list[Any] = [*state.facts.values()]
         if len(shown) > SHOWN_FACTS or fitting(shown, budget // 5) != shown:
@@ -754,7 +758,8 @@ class Learner:
 
         A clear change passes. For any other the model says what is still true of the
         fact. Nothing: the change passes. A part: the fact becomes that part. All of it:
-        an update becomes an add, and a delete passes only if the user named the fact.
+        an update becomes an add, and a delete passes only if the message shares
+        a word with the fact.
         """
         if not fact or is_clear(operation, fact["text"]):
             return [operation]
@@ -785,8 +790,8 @@ class Learner:
         keep = self.settings.history_turns
         max_bytes = self.memory.limits().context_tokens // 2  # a sixth of the context
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
-        folded = self.settings.summaries > 0
-        while folded:
+        more = self.settings.summaries > 0
+        while more:
             transcript = await user.read_session(session_id)
             old: list[Any] = transcript.verbatim()[:-keep]
             if len(old) <= keep:
@@ -798,7 +803,7 @@ class Learner:
             request = {"previous": cut(transcript.summary, max_bytes), "turns": turns}
             prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
             summary = await self.ask(prompt, schema, "summary", str)
-            folded = await user.fold(session_id, old, cut(summary.strip(), 8000))
+            more = await user.fold(session_id, old, cut(summary.strip(), 8000))
 
     async def ask(
         self, messages: list[Message], schema: Row, key: str, kind: Any
@@ -940,7 +945,8 @@ for _fact, _message, _left in STILL_TRUE_EXAMPLES:
 
 def learning_request(facts: Rows, batch: Rows, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # A message is learned by its beginning and end, an answer by its beginning.
+    # A message is learned by its beginning and end, an answer by its beginning. As many
+    # bytes as the budget has tokens are a third of it.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1019,7 +1025,9 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
 #
 # Words of a language are only in the stop words and in the patterns of secrets and of
 # instructions, because rules made of English words threw away what a good model did
-# right in other languages.
+# right in other languages. `check_operation` applies the rules to what the model found,
+# `Learner.settle` asks about changes that are not clear, and `User.store_proposed`
+# checks what the model proposes by a tool.
 
 MAX_FACT_CHARS = 160
 MAX_READ = 32_000  # bytes of a message that are compared with a quote
@@ -1091,7 +1099,9 @@ def check_operation(row: Row, fact: Row | None, batch: Rows) -> Operation | str:
         rule = "unchanged"
     else:
         rule = broken_rule(text)
-    return rule or Operation(
+    if rule:
+        return rule
+    return Operation(
         op,
         id=fact["id"] if fact and op != "add" else "",
         text=text,
@@ -1137,9 +1147,9 @@ def is_rest(left: str, fact: str, query: str) -> bool:
     rest, whole = roots(left), roots(fact)
     if not rest or not rest < whole or broken_rule(left):
         return False
-    user_named_what_is_gone = whole - rest - unnamed_words(fact, query)
+    gone_and_named = whole - rest - unnamed_words(fact, query)
     same_beginning = split_words(left)[:1] == split_words(fact)[:1]
-    return same_beginning and bool(user_named_what_is_gone)
+    return same_beginning and bool(gone_and_named)
 
 
 def share_word(a: str, b: str) -> bool:
@@ -1380,7 +1390,7 @@ ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
 LEAST_BEST = 0.59  # of `chance`: the evidence that the best entry must have
 LEAST = 0.3  # of `chance`: the evidence that every entry must have
 FEW = 8  # entries; fewer have no distribution to be judged by
-HIT = "1"  # SQL for the score of a word in an entry: the number of words
+HIT = "1"  # SQL: each word of the query that an entry holds counts one
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
 # Words for the user, in many languages, which say nothing of a fact
 SUBJECT_WORDS = """
@@ -1429,7 +1439,7 @@ class Index:
 
     Both are put on one scale, the evidence that an entry is relevant to a query:
 
-        meaning  = (cosine - its mean) / how far the entries' own cosines lie apart
+        meaning  = (cosine - its mean) / standard deviation of the entries' own cosines
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
@@ -1701,26 +1711,24 @@ class UserFiles:
                 marker.unlink()
         return sorted(found, key=lambda turn: turn["ended_at"])
 
-    def erase(
-        self, vectors_file: str, pattern: str, state: State | None = None
-    ) -> None:
+    def erase(self, file: str, pattern: str, state: State | None = None) -> None:
         """Unlink files, and the vectors whose entries are gone then."""
         # The vectors go first and a session's marker goes last, as ".unlearned" is
         # sorted after ".json". As long as any of it is there, the deletion can be asked
         # for again.
-        vectors = self.vectors(vectors_file)
+        vectors = self.vectors(file)
         rest = sorted(self.folder.glob(pattern))
-        for path in [*self.folder.glob(f"*{vectors_file}*"), *rest]:
+        for path in [*self.folder.glob(f"*{file}*"), *rest]:
             path.unlink()
         sync_folder(self.folder)
         if state:
             self.write(state)
-        self.write_vectors(vectors_file, vectors)
+        self.write_vectors(file, vectors)
 
-    def entries(self, name: str) -> dict[int, Entry]:
+    def entries(self, file: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
         entries = []
-        if name == FACTS:
+        if file == FACTS:
             for id, fact in self.load().facts.items():
                 day = long_date(fact["created_at"])
                 entries.append(Entry(id, fact["text"], "", "", day))
@@ -1731,21 +1739,21 @@ class UserFiles:
                 )
         return {vector_id(self.model, *entry[:2]): entry for entry in entries}
 
-    def vectors(self, name: str) -> Vectors:
+    def vectors(self, file: str) -> Vectors:
         # Not shared, because a cache of them would be the largest part of the memory.
-        return load_file(self.folder / name, parse_vectors, shared=False) or {}
+        return load_file(self.folder / file, parse_vectors, shared=False) or {}
 
-    def write_vectors(self, name: str, vectors: Vectors) -> None:
+    def write_vectors(self, file: str, vectors: Vectors) -> None:
         """Write the vectors whose entries exist; without any there is no file."""
-        entries = self.entries(name)
-        # A model of the same name may have made older vectors of another size.
+        entries = self.entries(file)
+        # A model of the same file may have made older vectors of another size.
         newest = [*vectors.values()][-1:]
         size = len(newest[0]) if newest else 0
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
             digest = hashlib.sha256(content).digest()
-            replace_file(self.folder / name, content + digest)
+            replace_file(self.folder / file, content + digest)
 
 
 def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -1790,7 +1798,7 @@ class User(UserFiles):
         turns = self.transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
-        # A mark left by a damaged transcript would count this turn as learned.
+        # The mark of a damaged or deleted transcript would count this turn as learned.
         if state.learned.get(session_id, 0) > len(turns):
             state.learned[session_id] = len(turns)
             self.write(state)
@@ -1849,6 +1857,7 @@ class User(UserFiles):
             if not reason:
                 store.apply(add._replace(text=item))
             verdicts.append({"item": item, "accepted": not reason, "reason": reason})
+        store.evict(turn.memory.settings.max_facts)
         self.write(state)
         return verdicts
 
@@ -1928,16 +1937,16 @@ class User(UserFiles):
         shutil.rmtree(gone, ignore_errors=True)  # another start may delete it, too
 
     @locked
-    def missing_vectors(self, name: str) -> dict[int, str]:
+    def missing_vectors(self, file: str) -> dict[int, str]:
         """Return the texts without a vector, by the vector's id."""
-        vectors, entries = self.vectors(name), self.entries(name)
+        vectors, entries = self.vectors(file), self.entries(file)
         return {id: one.text for id, one in entries.items() if id not in vectors}
 
     @locked
-    def add_vectors(self, name: str, new: Vectors) -> None:
+    def add_vectors(self, file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         if new:
-            self.write_vectors(name, self.vectors(name) | new)
+            self.write_vectors(file, self.vectors(file) | new)
 
     @locked
     def search_facts(
@@ -2118,8 +2127,8 @@ class Locks:
     """Exclusive locks by name, between tasks, processes and machines.
 
     Each is one byte of one file. POSIX locks belong to the process, so tasks also need
-    an `asyncio.Lock`. Closing any descriptor of the file frees all of its locks, so it
-    is opened once. We poll, because blocked threads could do no other work, and the
+    an `asyncio.Lock`. If the process closes any descriptor of the file, all its locks
+    are free, so it is opened once. We poll, because blocked threads could do no other work, and the
     kernel would report deadlocks that do not exist.
     """
 

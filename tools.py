@@ -45,9 +45,9 @@ def schema(function: Any) -> dict[str, Any]:
     if key not in SCHEMAS:
         if not function.__doc__:
             raise ValueError(f"{function.__name__} needs a docstring")
-        takes = TypeAdapter(function).json_schema()
-        named = {"name": function.__name__, "description": inspect.getdoc(function)}
-        SCHEMAS[key] = {"type": "function", "function": named | {"parameters": takes}}
+        about = {"name": function.__name__, "description": inspect.getdoc(function)}
+        about["parameters"] = TypeAdapter(function).json_schema()
+        SCHEMAS[key] = {"type": "function", "function": about}
     return SCHEMAS[key]
 
 
@@ -130,7 +130,7 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text.replace("% of", "% *"))
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
-        if math.isinf(value):
+        if not math.isfinite(value):
             raise OverflowError("too large")
         return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (ArithmeticError, LookupError, SyntaxError, TypeError) as error:
