@@ -224,7 +224,6 @@ async def serve_model(**script: Any) -> None:
 
 # --- Processes ---
 
-
 class Process:
     """A server in a process of its own, which has started and answers."""
 
