@@ -224,6 +224,7 @@ async def serve_model(**script: Any) -> None:
 
 # --- Processes ---
 
+
 class Process:
     """A server in a process of its own, which has started and answers."""
 

@@ -8,7 +8,6 @@ Every third time one is asked to stop. `--folders` names a folder that is mounte
 """
 
 import asyncio
-import itertools
 import signal
 import sys
 import tempfile
@@ -26,7 +25,7 @@ async def talk(n: int, services: Any, options: Any, told: list[Any]) -> None:
     random = Random(options.seed * 100 + n)
     for turn in range(options.turns):
         (user, session), number = random.choice(crash.PLACES), 0
-        for attempt in itertools.count():
+        for attempt in range(999):
             query = f"I like w{n}t{turn}a{attempt}q"
             with suppress(httpx.HTTPError):
                 url = random.choice(services).url
@@ -72,7 +71,7 @@ async def measure(services: Any, start: Any, options: Any) -> tuple[list[Any], b
 
 
 def main() -> None:
-    one = [Path("data"), Path("data")]
+    one = [Path("data")] * 2
     options = common.options(__doc__, turns=30, kills=5, seed=1, folders=one)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model = stack.enter_context(closing(common.model(Path(name))))
