@@ -53,6 +53,9 @@ TUESDAY = "00000000-0000-0000-0000-000000000002"
 HELLO = {"user_id": "ann", "session_id": MONDAY, "message": "Hello"}
 CITIES = "Lisbon Cairo Oslo Quito Hanoi Nairobi Turin Lima Seoul Perth Riga Baku"
 VISITS = [f"User visited {city}." for city in CITIES.split()]
+BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
+SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
+KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
 CLOSED_URL = "http://127.0.0.1:9/v1"  # refuses connections
 DOWN, NOT_SET = {"openai_base_url": CLOSED_URL}, {"openai_base_url": None}
 ROOT = Path(main.__file__).parent
@@ -290,6 +293,11 @@ class Chat:
     def facts(self, user="ann", **query):
         """Wait until every turn is learned and return the texts of a user's facts."""
         return [memory["text"] for memory in self.memories(user, **query)]
+
+    def sessions(self, user="ann"):
+        """Return how many turns each session has, by its id."""
+        rows = self.http.get(f"/users/{user}/sessions").json()["sessions"]
+        return {row["session_id"]: row["turns"] for row in rows}
 
     def turns(self, user="ann", session=MONDAY):
         """Return the turns in a session's file, if there is one."""
@@ -547,7 +555,7 @@ def test_three_spellings_are_one_user_and_one_session(chat):
     chat.ask("One", "Zoë", session)
     chat.ask("Two", " Zoë ", session.upper())
     chat.ask("Three", unicodedata.normalize("NFD", "Zoë"), session.replace("-", ""))
-    assert sessions(chat, "Zoë") == {session: 3}
+    assert chat.sessions("Zoë") == {session: 3}
 
 
 @cases(
@@ -1715,11 +1723,6 @@ def test_forms_of_one_word_are_shared_in_any_language(fact, query, shared):
     assert memory.share_word(query, fact) == shared
 
 
-BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
-SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
-KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
-
-
 @cases(
     "fact, query, left, rest",
     ("English", BOTH, NOT_MAGNET, "User uses Shram.", True),
@@ -2642,11 +2645,6 @@ def stream(chat, messages, **fields):
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def sessions(chat, user="ann"):
-    rows = chat.http.get(f"/users/{user}/sessions").json()["sessions"]
-    return {row["session_id"]: row["turns"] for row in rows}
-
-
 ANN = {"user": "ann", "metadata": {"session_id": MONDAY}}
 BRIEF = {"role": "system", "content": "Be brief."}
 TIDE = {"type": "function", "function": {"name": "tide", "parameters": {}}}
@@ -2736,15 +2734,15 @@ def test_hints_stand_before_the_parts_of_the_last_user_message(chat, model):
 )
 def test_user_and_session_are_named_in_the_body_or_in_headers(chat, body, headers):
     complete(chat, "Hi!", headers, **body)
-    assert sessions(chat, "Zoë") == {MONDAY: 1}
+    assert chat.sessions("Zoë") == {MONDAY: 1}
 
 
 def test_a_conversation_is_one_session_by_its_first_message(chat):
     complete(chat, "I like tea.", user="ann")
     complete(chat, [BRIEF, user("I like tea."), user("Bye!")], user="ann")
     complete(chat, "I like cake.", user="ann")
-    assert sorted(sessions(chat).values()) == [1, 2]
-    assert {uuid.UUID(session).version for session in sessions(chat)} == {5}
+    assert sorted(chat.sessions().values()) == [1, 2]
+    assert {uuid.UUID(session).version for session in chat.sessions()} == {5}
 
 
 @cases(
@@ -2759,7 +2757,7 @@ def test_without_memory_nothing_is_read_or_written(chat, model, body, headers):
     chat.ask("I like tea.", session=TUESDAY)
     complete(chat, "Hi!", headers, **body)
     assert model.requests[1]["messages"][1:] == [user("Hi!")]
-    assert sessions(chat) == {TUESDAY: 1}
+    assert chat.sessions() == {TUESDAY: 1}
 
 
 @cases(
