@@ -111,9 +111,7 @@ def check_time(text: str) -> str:
 Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601, in the files UTC
 
 
-# A field that is added to these needs NotRequired, or older files count as damaged.
-
-
+# A field added to Fact or TurnRow needs NotRequired, or older files count as damaged.
 class Fact(TypedDict):
     id: str
     text: str
@@ -246,7 +244,7 @@ class Memory:
         self.locks.close()
 
     async def idle(self) -> None:
-        """Wait until everything is learned and embedded, also if the model fails."""
+        """Wait until all is learned and embedded. This never ends if the model is down."""
         while waiting := await self.locks.in_thread(self.waiting):
             for name in waiting:
                 self.learner.schedule(name)
@@ -292,7 +290,9 @@ class Memory:
         """Return all facts with their scores, or the k best that fit a query."""
         user = self.user(user_id)
         with suppress(NotFound):
-            state, _ = await user.read()
+            state, waiting = await user.read()
+            if waiting:  # after damage to the facts' file, every session waits again
+                self.learner.schedule(user.folder.name)
             if not query:
                 return scored(state.facts)
             await self.embed_missing(user, FACTS)
@@ -378,7 +378,8 @@ def in_order(facts: Rows, scores: dict[int, float], k: int) -> Rows:
 
 # --- One turn ---
 
-MOST_SAID, SAID_CHARS = 20, 200  # messages that wait to be learned, and of each
+MOST_SAID = 20  # messages that wait to be learned
+SAID_CHARS = 200  # of each
 
 
 @dataclass
@@ -498,17 +499,18 @@ class Turn:
         """
         turns, summary = self.history, self.transcript.summary
         block = self.memory.settings.history_turns
-        room = limit - prompt_tokens(self.prompt(system, summary, [], hints))
-        sizes = [prompt_tokens(exchange(row)) for row in turns]
-        while len(turns) > 2 and sum(sizes) > room:
-            drop = min(block, len(turns) - 2)
-            turns, sizes = turns[drop:], sizes[drop:]
         while True:
             prompt = self.prompt(system, summary, turns, hints)
-            if prompt_tokens(prompt) <= limit:
+            excess = prompt_tokens(prompt) - limit
+            if excess <= 0:
                 return prompt
-            if hints.facts:
-                hints.facts.pop()
+            if len(turns) > 2:
+                while len(turns) > 2 and excess > 0:  # a session may have thousands
+                    dropped = turns[: min(block, len(turns) - 2)]
+                    excess -= sum(prompt_tokens(exchange(row)) for row in dropped)
+                    turns = turns[len(dropped) :]
+            elif hints.facts:
+                hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
             elif hints.said:
                 hints.said.pop()
             elif summary:
@@ -524,7 +526,8 @@ class Turn:
         if summary:
             system += f"\n\nEarlier in this conversation:\n{summary}"
         prompt = [as_message("system", system)]
-        prompt += itertools.chain.from_iterable(map(exchange, turns))
+        for row in turns:
+            prompt += exchange(row)
         prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
         return prompt
 
@@ -2128,8 +2131,8 @@ class Locks:
 
     Each is one byte of one file. POSIX locks belong to the process, so tasks also need
     an `asyncio.Lock`. If the process closes any descriptor of the file, all its locks
-    are free, so it is opened once. We poll, because blocked threads could do no other work, and the
-    kernel would report deadlocks that do not exist.
+    are free, so it is opened once. We poll, because blocked threads could do no other
+    work, and the kernel would report deadlocks that do not exist.
     """
 
     def __init__(self, path: Path):

@@ -2399,6 +2399,15 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
         assert list(turns.values())[-1]["query"] == "I like w8"
 
 
+async def test_facts_of_a_damaged_memory_come_back_without_a_message(opened, learner):
+    await teach(opened, learner, "User likes tea.")
+    (opened.folder / "ann" / "memory.json").write_bytes(b'{"facts":')
+    learner.operations = [[add("User likes tea.", "User likes tea.")]]
+    assert await opened.facts("ann") == []
+    await eventually(lambda: len(learner.learnings) == 2)
+    assert await facts_of(opened) == ["User likes tea."]
+
+
 @cases(
     "damage",
     ("damaged", lambda file: file.write_bytes(b'{"facts":')),

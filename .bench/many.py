@@ -25,18 +25,15 @@ async def talk(n: int, services: Any, options: Any, told: list[Any]) -> None:
     random = Random(options.seed * 100 + n)
     for turn in range(options.turns):
         (user, session), number = random.choice(crash.PLACES), 0
-        for attempt in range(999):
-            query = f"I like w{n}t{turn}a{attempt}q"
+        while not number:
+            await asyncio.sleep(random.uniform(0, 0.5))
+            query = f"I like w{n}t{turn}a{random.randrange(10**6)}q"
             with suppress(httpx.HTTPError):
                 url = random.choice(services).url
                 async with httpx.AsyncClient(base_url=url, timeout=40) as http:
                     async for event in common.ask(http, user, session, query):
                         number = event.get("turn", 0)  # of `done`
-            if number:
-                break
-            await asyncio.sleep(0.3)
         told.append(["done", user, session, query, number])
-        await asyncio.sleep(random.uniform(0, 0.5))
 
 
 async def kill(services: Any, start: Any, options: Any, told: list[Any]) -> None:
