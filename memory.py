@@ -856,8 +856,8 @@ FIELDS: Row = {
 }
 # Known facts, turns as [query, response], and operations with their values in the order
 # of FIELDS, or only the quote if nothing is worth keeping. Weak models learn more from
-# these than from the rules, also languages. All sixteen are needed: with eleven, a model
-# of 1.5B got 27 of the 40 cases of `.bench/learning.py` right, not 34.
+# these than from the rules, also languages. All sixteen are needed: with eleven, a
+# model of 1.5B got 27 of the 40 cases of `.bench/learning.py` right, not 34.
 EXAMPLES = json.loads("""[
 [[], [["hey, Nadia here. My dog Bo sees the vet tomorrow, what should I ask?", "Ask about vaccines."]],
  [["Nadia here", "profile", "add", null, "User's name is Nadia", 0.9],
@@ -1406,8 +1406,8 @@ the a an to my their they is are am be has have of in at el la los las un una es
 le les l une est der die das ein eine ist hat o os um uma é tem"""
 STOP_WORDS = """
 about and any as been being but by can could d did do does doing for from had having he
-her hers him his how if into it its just ll m me more most no nor not on or our ours re s
-she should so some such t than that theirs them then there these this those too us ve
+her hers him his how if into it its just ll m me more most no nor not on or our ours re
+s she should so some such t than that theirs them then there these this those too us ve
 very was we were what when where which while who whom why will with would you your yours
 de del que y en con por se su mi et du des je ne pas ich und nicht mit von zu im mein
 meine e ho io non che di em com eu и в у я не на есть ma mam ve bir var và có
