@@ -482,10 +482,10 @@ class Turn:
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
-        # In bytes too, because 200 Chinese letters may not fit a third of the hints.
-        third = self.memory.settings.hint_tokens // 3
-        size = max(0, 3 * third - 3)  # bytes that `count_tokens` fits into the third
-        return [cut(line[:SAID_CHARS], size) for line in lines]
+        # As many bytes as the hints have tokens are a third of them, because 200
+        # Chinese letters may take more.
+        max_bytes = max(0, self.memory.settings.hint_tokens - 3)
+        return [cut(line[:SAID_CHARS], max_bytes) for line in lines]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
         """Return the messages of a prompt of at most `limit` tokens.
@@ -570,7 +570,21 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> Rows:
         """Propose short facts about the user to remember, in the third person."""
-        return await self.user.store_proposed(self, items[:20])
+        queries = [row["query"] for row in [*self.transcript.turns, *self.unlearned]]
+        said = "\n".join([*queries, self.message])
+        source = f"{self.session_id}/{self.number}"
+        add = Operation("add", "", "", "profile", 0.5, source, now(), self.message)
+        operations, verdicts = [], []
+        for text in map(one_line, items[:20]):
+            rule = broken_rule(text)
+            if not rule and not share_word(text, said):
+                rule = "the user did not say it"
+            if not rule:
+                operations.append(add._replace(text=text))
+            verdicts.append({"item": text, "accepted": not rule, "reason": rule})
+        max_facts = self.memory.settings.max_facts
+        await self.user.apply(operations, [], max_facts, self.state.id)
+        return verdicts
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations."""
@@ -706,7 +720,7 @@ class Learner:
         max_facts = self.settings.max_facts
         try:
             operations = await self.ask_operations(user, state, batch, failures[first])
-            state, waiting = await user.apply_batch(batch, operations, max_facts)
+            state, waiting = await user.apply(operations, batch, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -714,7 +728,7 @@ class Learner:
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             failures.update(turn["source"] for turn in batch)
             if failures[first] >= 3:
-                state, waiting = await user.apply_batch(batch, [], max_facts)
+                state, waiting = await user.apply([], batch, max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
         long = 2 * self.settings.history_turns  # shorter sessions need no summary
@@ -1029,8 +1043,8 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
 # Words of a language are only in the stop words and in the patterns of secrets and of
 # instructions, because rules made of English words threw away what a good model did
 # right in other languages. `check_operation` applies the rules to what the model found,
-# `Learner.settle` asks about changes that are not clear, and `User.store_proposed`
-# checks what the model proposes by a tool.
+# `Learner.settle` asks about changes that are not clear, and `Turn.propose_memory`
+# applies them to what the model proposes by a tool.
 
 MAX_FACT_CHARS = 160
 MAX_READ = 32_000  # bytes of a message that are compared with a quote
@@ -1819,19 +1833,24 @@ class User(UserFiles):
         return state, self.waiting(state)
 
     @locked
-    def apply_batch(
-        self, batch: Rows, operations: list[Operation], max_facts: int
+    def apply(
+        self, operations: list[Operation], batch: Rows, max_facts: int, id: str = ""
     ) -> tuple[State, Rows]:
-        """Apply what a batch changes and mark it as learned, in one write, once.
+        """Change facts and mark a batch of turns as learned, in one write.
+
+        Nothing is done if one of the turns does not wait, because it was deleted or
+        another process has learned it, or if a fact was deleted meanwhile.
+
+        Args:
+            id: The user must still have it.
 
         Returns:
-            The facts, and the turns that wait then. Those of the batch still wait if
-            one of their facts was deleted meanwhile.
+            The facts, and the turns that wait then.
         """
-        state = self.load()
+        state = self.load(id)
         waiting = self.waiting(state)
         if any(turn not in waiting for turn in batch):
-            return state, waiting  # it was deleted, or another process has learned it
+            return state, waiting
         if any(one.id and one.id not in state.facts for one in operations):
             return state, waiting
         store = FactStore(state)
@@ -1842,27 +1861,6 @@ class User(UserFiles):
         store.evict(max_facts)
         self.write(state)
         return state, self.waiting(state)
-
-    @locked
-    def store_proposed(self, turn: Turn, items: list[str]) -> Rows:
-        """Store the items that may become facts; return a verdict on each."""
-        state = self.load(turn.state.id)
-        store = FactStore(state)
-        verdicts = []
-        rows = [*turn.transcript.turns, *turn.unlearned]
-        said = [turn.message, *(row["query"] for row in rows)]
-        source = f"{turn.session_id}/{turn.number}"
-        add = Operation("add", "", "", "profile", 0.5, source, now(), turn.message)
-        for item in map(one_line, items):
-            reason = broken_rule(item)
-            if not any(share_word(item, query) for query in said):
-                reason = reason or "the user did not say it"
-            if not reason:
-                store.apply(add._replace(text=item))
-            verdicts.append({"item": item, "accepted": not reason, "reason": reason})
-        store.evict(turn.memory.settings.max_facts)
-        self.write(state)
-        return verdicts
 
     @locked
     def fold(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
