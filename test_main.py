@@ -1788,7 +1788,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
 
 @pytest.mark.parametrize("why, text", [(why, t) for why in RULES for t in RULES[why]])
 def test_a_text_that_breaks_no_rule_may_be_a_fact(why, text):
-    assert memory.broken_rule(text) == why
+    assert memory.forbidden(text) == why
 
 
 @cases(
@@ -1835,7 +1835,7 @@ def test_no_pattern_is_slow(piece):
     text = "[" + piece * (32_000 // len(piece))
     before = time.thread_time()
     memory.redact(text)
-    memory.broken_rule(text)
+    memory.forbidden(text)
     memory.one_line(text)
     assert time.thread_time() - before < 2  # seconds of this thread
 
@@ -1967,11 +1967,11 @@ async def test_what_waits_is_told_newest_first_to_other_sessions(opened, learner
         same = await say(opened, "Hello!")
         async with opened.turn("ann", TUESDAY) as turn:
             other = await turn.hints("Hello!")
-            shown = await turn.hints("Hello!", history=["I play chess", "I like tea"])
+            shown = await turn.hints("Hello!", shown=["I play chess", "I like tea"])
 
-    assert other.said == ["Hello!", "I like tea", "I play chess"]
-    assert same.said == []
-    assert shown.said == ["Hello!"]
+    assert other.just_said == ["Hello!", "I like tea", "I play chess"]
+    assert same.just_said == []
+    assert shown.just_said == ["Hello!"]
 
 
 @cases(
@@ -1983,7 +1983,7 @@ async def test_what_waits_is_told_newest_first_to_other_sessions(opened, learner
 async def test_what_waits_is_told_without_secrets(opened, learner, query, told):
     with learner.learning_paused():
         await say(opened, query)
-        [said] = (await say(opened, "Hello!", session=TUESDAY)).said
+        [said] = (await say(opened, "Hello!", session=TUESDAY)).just_said
     assert said.rstrip(" …") == told
 
 
@@ -2499,7 +2499,7 @@ def normal_name(name):
 @settings(max_examples=300, deadline=None)
 def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):
     known = {normal_name(name) for name in names} - {None}
-    folders = {memory.folder_of(name) for name in known}
+    folders = {memory.folder_name(name) for name in known}
     assert {normal_name(f" {name}\t") for name in known} == known
     assert len(folders) == len(known)
     for folder in folders:
@@ -2635,7 +2635,7 @@ def test_a_file_of_equal_size_is_known_by_its_exact_time(tmp_path):
     for n in range(100, 120):
         before = time.time_ns()  # the kernel's own times lag by up to 4 ms
         memory.replace_file(path, str(n).encode())
-        *_, written_at = memory.stamp(path)
+        *_, written_at = memory.file_version(path)
         assert before <= written_at <= time.time_ns()
 
 
