@@ -38,10 +38,10 @@ async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
         rows[-1] |= {part: one.text, "ended_at": one.when.isoformat()}
     by_session = itertools.starmap(memory.message_entries, sessions.items())
     entries = [*itertools.chain.from_iterable(by_session)]
-    numbered = {n: one._replace(place=str(n)) for n, one in enumerate(entries)}
+    numbered = {n: one._replace(key=str(n)) for n, one in enumerate(entries)}
     index = memory.Index(numbered, {n: messages[e.text] for n, e in numbered.items()})
     found = [index.search(q, vector, 20, strict=False) for q, vector in queries.items()]
-    return [[entries[int(place)].text for _, place in rows] for rows in found]
+    return [[entries[int(key)].text for _, key in rows] for rows in found]
 
 
 async def mem0(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
