@@ -19,7 +19,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -173,7 +180,7 @@ EventType = Literal[
     "thought",  # round, text: this text of the round was not the answer
     "tool_call",  # round, id, name, arguments
     "tool_result",  # round, id, name, ok, content, ms
-    "passed_on",  # round, delta, choice: fields of a chunk that only /v1 sends
+    "passed_on",  # round, choice: other fields of a chunk, which only /v1 sends
     "ping",  # after a silence
     "done",  # response, and the fields of Outcome: last, after the turn is on disk
     "error",  # code, message: last
@@ -232,9 +239,7 @@ class EventStream:
         self.failure = failure
         await self.emit("error", code=failure.code, message=failure.detail)
 
-    async def read(
-        self, encode: Callable[[Json], bytes]
-    ) -> AsyncGenerator[bytes, None]:
+    async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
         """Yield the events as bytes. Cancel the turn when the client disconnects."""
         # One timer per turn, because a timeout per event costs a chat 0.8 ms of CPU.
         pings = asyncio.create_task(self.ping())
@@ -329,8 +334,7 @@ class AgentRun:
         """Answer the message, and save the turn even if that fails."""
         status = "interrupted"
         outcome = self.outcome
-        row: Json = {"reasoning_mode": self.request.reasoning_mode}
-        row["started_at"] = memory.now()
+        started_at = memory.now()
         try:
             await self.answer(turn)
             status = "complete"
@@ -341,8 +345,15 @@ class AgentRun:
             # A client that runs its own tools goes on with the turn in a new request.
             if not self.client_calls:
                 outcome.turn = turn.number
-                row |= {"rounds": outcome.rounds, "tools": self.tool_rows}
-                await turn.save(self.request.query, self.reply.text, status, **row)
+                await turn.save(
+                    self.request.query,
+                    self.reply.text,
+                    status,
+                    rounds=outcome.rounds,
+                    tools=self.tool_rows,
+                    reasoning_mode=self.request.reasoning_mode,
+                    started_at=started_at,
+                )
 
     async def answer(self, turn: memory.Turn | None) -> None:
         """Build the request, tell the client what the model is told, and ask it."""
@@ -423,16 +434,13 @@ class AgentRun:
             body["tool_choice"] = choice
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
-        self.reply = reply = ReplyParser(names_of(body.get("tools") or []))
-        async with aclosing(chat.stream(body, reply)) as parts:
-            async for type, value in parts:
-                fields = value if type == "passed_on" else {"text": value}
-                await self.emit(type, **fields)
+        self.reply = reply = ReplyParser(body.get("tools") or [])
+        async with aclosing(chat.stream(body, reply)) as chunks:
+            async for parts in chunks:
+                await self.emit_parts(parts)
         outcome.usage = add_fields(outcome.usage or {}, reply.usage) or None
+        outcome.finish_reason = reply.finish_reason
         if not reply.calls or choice == "none":
-            no_end = ("tool_calls", "function_call")
-            reason = reply.finish_reason
-            outcome.finish_reason = "stop" if reason in no_end else reason
             return []
         outcome.finish_reason = "tool_calls"
         renew_ids(reply.calls, self.body["messages"])
@@ -445,9 +453,12 @@ class AgentRun:
 
     async def take_back(self) -> None:
         """Tell the client that this round's text is not the answer."""
-        if self.reply.text:
-            await self.emit("thought", text=self.reply.text)
-        self.reply.text = ""
+        await self.emit_parts([*self.reply.take_back()])
+
+    async def emit_parts(self, parts: "Parts") -> None:
+        for type, value in parts:
+            field = "choice" if type == "passed_on" else "text"
+            await self.emit(type, **{field: value})
 
     async def emit(self, type: EventType, **fields: Any) -> None:
         await self.events.emit(type, round=self.outcome.rounds, **fields)
@@ -493,10 +504,6 @@ class AgentRun:
             ms = round((time.monotonic() - began) * 1000)
             await self.emit("tool_result", **about, ok=ok, content=content, ms=ms)
         return {"role": "tool", "tool_call_id": call["id"], "content": content}
-
-
-def names_of(offered: list[Json]) -> list[str]:
-    return [str((tool.get("function") or {}).get("name")) for tool in offered]
 
 
 def renew_ids(calls: list[Json], messages: list[Message]) -> None:
@@ -569,7 +576,7 @@ def count_all(messages: list[Message]) -> int:
     return total
 
 
-Part = tuple[EventType, Any]  # of a reply: an event's type, and its text or fields
+Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fields
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -585,19 +592,20 @@ class ReplyParser:
     thinking = False  # whether <think> is open
     has_thought = False  # whether thinking came
 
-    def __init__(self, offered: Collection[str] = ()):
-        self.offered = offered  # the names of tools
+    def __init__(self, offered: Iterable[Json] = ()):
+        functions = [tool.get("function") or {} for tool in offered]
+        self.names = [str(function.get("name")) for function in functions]  # of tools
         self.calls: list[Json] = []
-        self.passed_on: Json = {"delta": {}, "choice": {}}  # all unknown fields
+        self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
         self.usage: Json = {}
 
-    def feed(self, chunk: Json) -> Iterator[Part]:
+    def feed(self, chunk: Json) -> Iterator[tuple[EventType, Any]]:
         """Yield the parts of a chunk: `thinking`, `token`, `thought`, `passed_on`.
 
         A `thought` takes back all text before it.
         """
         choice = (chunk.get("choices") or [{}])[0]
-        if error := chunk.get("error") or choice.get("error"):
+        if error := chunk.get("error"):
             raise Failure("upstream_unavailable", error_sentence(error))
         message = choice.get("message")  # of a reply that is not streamed
         delta = message or choice.get("delta") or {}
@@ -605,11 +613,11 @@ class ReplyParser:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if message and not self.finish_reason:
             self.finish_reason = "stop"
-        passed_on = {"delta": unknown_fields(delta), "choice": unknown_fields(choice)}
-        if any(passed_on.values()):
-            add_fields(self.passed_on, passed_on)
-            self.text += mended(passed_on["delta"].get("refusal", ""))
-            yield "passed_on", passed_on
+        unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
+        if any(unknown.values()):
+            add_fields(self.passed_on, unknown)
+            self.text += mended(unknown["delta"].get("refusal", ""))
+            yield "passed_on", unknown
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
             yield "thinking", mended(reasoning)
@@ -618,7 +626,7 @@ class ReplyParser:
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
 
-    def parts_of_text(self, text: str) -> Iterator[Part]:
+    def parts_of_text(self, text: str) -> Iterator[tuple[EventType, Any]]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held = half[0] if half else ""
@@ -628,7 +636,7 @@ class ReplyParser:
             # After a thought and text, a </think> is a word of the answer.
             elif part == "</think>" and not (self.has_thought and self.text):
                 # The template has opened the thought in the prompt.
-                yield from self.taken_back()
+                yield from self.take_back()
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
                 yield "thinking", part
@@ -637,78 +645,78 @@ class ReplyParser:
                 self.text += part
                 yield "token", part
 
-    def taken_back(self) -> Iterator[Part]:
+    def take_back(self) -> Iterator[tuple[EventType, Any]]:
         if self.text:
             yield "thought", self.text
         self.text = ""
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self) -> Iterator[tuple[EventType, Any]]:
         """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
+        if self.finish_reason in ("tool_calls", "function_call"):
+            self.finish_reason = "stop"  # servers say so without calls, and with them
         if self.held:
             self.text += "" if self.thinking else mended(self.held)
             yield "thinking" if self.thinking else "token", mended(self.held)
-        calls = [each for call in self.calls for each in split_call(call)]
-        if not calls and (calls := calls_in_text(self.text, self.offered)):
-            yield from self.taken_back()
+        calls = [call for begun in self.calls for call in whole_calls(begun)]
+        if not calls and (calls := calls_in_text(self.text, self.names)):
+            yield from self.take_back()
         for call in calls:
             function = call["function"]
-            function["name"] = offered_name(function["name"], self.offered)
+            function["name"] = offered_name(function["name"], self.names)
         whole = json.dumps([calls, self.passed_on], ensure_ascii=False)
         self.calls, self.passed_on = json.loads(mended(whole))
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one."""
-        sent = piece.get("function") or {}
-        index, id, name = map(
-            clean, (piece.get("index"), piece.get("id"), sent.get("name"))
-        )
-        arguments = sent.get("arguments") or ""
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        call = self.continued_call(index, id, name)
+        function = piece.get("function") or {}
+        named = {"index": piece.get("index"), "id": piece.get("id")}
+        named["name"] = function.get("name")
+        begun = {k: "" if v is None else str(v).strip() for k, v in named.items()}
+        call = self.continued_call(begun)
         if not call:
-            call = new_call("", "") | {"index": index}
+            call = begun | {"arguments": ""}
             self.calls.append(call)
-        function = call["function"]
-        call["id"], function["name"] = call["id"] or id, function["name"] or name
-        if arguments != function["arguments"]:  # else the server sends them again
-            function["arguments"] += arguments
+        call |= {key: call[key] or begun[key] for key in begun}
+        arguments = as_json_text(function.get("arguments") or "")
+        if arguments != call["arguments"]:  # else the server sends them again
+            call["arguments"] += arguments
         call |= unknown_fields(piece)  # Gemini requires its `extra_content` back
 
-    def continued_call(self, index: str, id: str, name: str) -> Json | None:
+    def continued_call(self, begun: Json) -> Json | None:
         """Find the call that a piece continues by index, else by id, else the last.
 
         A piece with a name begins another call if its index, id or name is another.
         """
-        by_index = [call for call in self.calls if index and call["index"] == index]
-        by_id = [call for call in self.calls if id and call["id"] == id]
-        for call in (by_index or by_id or self.calls)[-1:]:
-            known = (call["index"], call["id"], call["function"]["name"])
-            pairs = zip(known, (index, id, name), strict=True)
-            if not name or all(old == new for old, new in pairs if old and new):
+        calls = self.calls
+        for key in ("id", "index"):
+            same = [
+                call for call in self.calls if begun[key] and call[key] == begun[key]
+            ]
+            calls = same or calls
+        for call in calls[-1:]:
+            both = [key for key in begun if begun[key] and call[key]]
+            if not begun["name"] or all(begun[key] == call[key] for key in both):
                 return call
         return None
 
 
-def clean(value: Any) -> str:
-    return "" if value is None else str(value).strip()
+def whole_calls(piece: Json) -> list[Json]:
+    """Return the call, or two that a server has put into one call's arguments."""
+    known = {"index", "id", "name", "arguments"}
+    more = {key: value for key, value in piece.items() if key not in known}
+    texts = json_texts(piece["arguments"]) or [piece["arguments"] or "{}"]
+    return [new_call(piece["id"], piece["name"], text) | more for text in texts]
 
 
-def split_call(call: Json) -> list[Json]:
-    """Return a call for each JSON value in the arguments, as some servers join two."""
-    function, arguments = call["function"], call["function"]["arguments"]
-    del call["index"]
-    return [
-        call | {"function": function | {"arguments": each}}
-        for each in json_texts(arguments) or [arguments or "{}"]
-    ]
-
-
-def new_call(name: str, arguments: str) -> Json:
+def new_call(id: str, name: str, arguments: str) -> Json:
     function = {"name": name, "arguments": arguments}
-    return {"id": "", "type": "function", "function": function}
+    return {"id": id, "type": "function", "function": function}
+
+
+def as_json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def unknown_fields(row: Json) -> Json:
@@ -749,7 +757,7 @@ def json_texts(text: str) -> list[str]:
     return found
 
 
-def calls_in_text(text: str, offered: Collection[str]) -> list[Json]:
+def calls_in_text(text: str, names: Collection[str]) -> list[Json]:
     """Return the calls that a whole text consists of, if it does."""
     # Models put these around a call that they write out.
     text = re.sub(r"</?tool_call>|```\w*|\[TOOL_CALLS\]", " ", text)
@@ -757,19 +765,17 @@ def calls_in_text(text: str, offered: Collection[str]) -> list[Json]:
     for value in map(json.loads, json_texts(text)):
         written = value if isinstance(value, dict) else {}
         arguments = written.get("arguments", written.get("parameters"))
-        if written.get("name") not in offered or arguments is None:
+        if written.get("name") not in names or arguments is None:
             return []
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        calls.append(new_call(written["name"], arguments))
+        calls.append(new_call("", written["name"], as_json_text(arguments)))
     return calls
 
 
-def offered_name(name: str, offered: Collection[str]) -> str:
+def offered_name(name: str, names: Collection[str]) -> str:
     """Return a tool's name without the ornaments that models put around it."""
     words = re.findall(r"[\w-]+", name.lower())
-    found = [tool for tool in offered if tool.lower() in words]
-    return found[0] if name not in offered and len(found) == 1 else name
+    found = [tool for tool in names if tool.lower() in words]
+    return found[0] if name not in names and len(found) == 1 else name
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -807,18 +813,14 @@ class Endpoint:
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
         self.patient = self.client.with_options(timeout=patient)  # for whole answers
 
-    async def stream(
-        self, body: Json, reply: "ReplyParser"
-    ) -> AsyncGenerator[Part, None]:
-        """Yield the parts of a completion. Raises Failure if there is none."""
+    async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
+        """Yield the parts of each chunk of a reply. Raises Failure if it breaks off."""
         with endpoint_errors():  # a chunk may have any shape
             async with aclosing(self.chunks(body)) as chunks:
                 async for chunk in chunks:
                     # Some gateways send `null` to keep the connection alive.
-                    for part in reply.feed(chunk or {}):
-                        yield part
-            for part in reply.finish():
-                yield part
+                    yield [*reply.feed(chunk or {})]
+            yield [*reply.finish()]
 
     async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
@@ -943,7 +945,6 @@ def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
 
 
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY or OPENAI_BASE_URL."
-NO_EMBEDDINGS = "Words alone are searched: set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
 
 class Service:
@@ -989,8 +990,6 @@ class Service:
             log.warning("No API_KEY: all who reach this port can read all memories.")
         if not self.is_configured:
             log.warning(NOT_CONFIGURED)
-        if not self.embedder:
-            log.warning(NO_EMBEDDINGS)
         for endpoint in self.endpoints:
             await endpoint.list_models()
             served = endpoint.failure or [*endpoint.contexts][:9]
@@ -1258,35 +1257,39 @@ class Completion:
         if type == "done":
             reason = event["finish_reason"].replace("max_rounds", "stop")
             write = self.last_chunks if self.body.stream else self.completion
-            return write({"index": 0, "finish_reason": reason}, event["usage"])
+            return write(reason, event["usage"])
         # A stream cannot take text back, so a blank line follows a thought.
         texts = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
-        if not self.body.stream or type not in {"passed_on", *texts}:
-            return b""
-        delta = event["delta"] if type == "passed_on" else {"content": texts[type]}
-        choice = {"index": 0, "finish_reason": None} | event.get("choice", {})
-        return self.chunk(choice, delta)
+        if self.body.stream and type in texts:
+            return self.chunk({"delta": {"content": texts[type]}})
+        if self.body.stream and type == "passed_on":
+            return self.chunk(event["choice"])
+        return b""
 
-    def completion(self, choice: Json, usage: Json | None) -> bytes:
-        extra, calls = self.run.reply.passed_on, self.run.client_calls
-        message = {"role": "assistant", "content": self.run.reply.text or None}
-        message |= extra["delta"] | ({"tool_calls": calls} if calls else {})
-        if "refusal" in message:  # which is the response
+    def completion(self, finish_reason: str, usage: Json | None) -> bytes:
+        reply, calls = self.run.reply, self.run.client_calls
+        message = {"role": "assistant", "content": reply.text or None}
+        message |= reply.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
+        if "refusal" in message:  # which is the text
             message["content"] = None
-        choice |= {"message": message} | extra["choice"]
+        choice = {"index": 0, "finish_reason": finish_reason, "message": message}
+        choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}
         return to_json(self.result([choice], usage=usage)).encode()
 
-    def last_chunks(self, choice: Json, usage: Json | None) -> bytes:
+    def last_chunks(self, finish_reason: str, usage: Json | None) -> bytes:
         calls = [{"index": n} | call for n, call in enumerate(self.run.client_calls)]
-        last = self.chunk(choice, {"tool_calls": calls} if calls else {})
+        delta = {"tool_calls": calls} if calls else {}
+        last = self.chunk({"delta": delta, "finish_reason": finish_reason})
         if (self.body.stream_options or {}).get("include_usage"):
             last += sse_event(self.result([], usage=usage))
         return last + b"data: [DONE]\n\n"
 
-    def chunk(self, choice: Json, delta: Json) -> bytes:
-        first = {} if self.begun else {"role": "assistant", "content": ""}
+    def chunk(self, fields: Json) -> bytes:
+        choice: Json = {"index": 0, "finish_reason": None} | fields
+        if not self.begun:
+            choice["delta"] = {"role": "assistant", "content": ""} | choice["delta"]
         self.begun = True
-        return sse_event(self.result([choice | {"delta": first | delta}]))
+        return sse_event(self.result([choice]))
 
     def result(self, choices: list[Json], **more: Any) -> Json:
         model = self.run.service.chat.model
@@ -1347,10 +1350,10 @@ class KeyCheck:
 
 def mended_path(path: str) -> str:
     """Return a path as the routes have it, because clients join base URLs oddly."""
-    mended = re.sub("//+", "/", path).rstrip("/")
-    if mended == "/chat/completions":  # a base URL without /v1
-        return f"/v1{mended}"
-    return mended if mended.startswith("/v1/") else path
+    single = re.sub("//+", "/", path).rstrip("/")
+    if single == "/chat/completions":  # a base URL without /v1
+        return f"/v1{single}"
+    return single if single.startswith("/v1/") else path
 
 
 async def on_error(request: Request, error: Any) -> Response:
