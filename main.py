@@ -19,14 +19,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -311,7 +304,7 @@ class AgentRun:
                 async with users.turn(self.request.user_id, session_id) as turn:
                     await self.run_saved(turn)
             else:
-                await self.answer(None)
+                await self.answer_query(None)
             done = {"response": self.reply.text} | vars(self.outcome)
             await self.events.emit("done", **done)
         except asyncio.CancelledError:
@@ -336,7 +329,7 @@ class AgentRun:
         outcome = self.outcome
         started_at = memory.now()
         try:
-            await self.answer(turn)
+            await self.answer_query(turn)
             status = "complete"
         except Exception:
             status = "error"
@@ -355,7 +348,7 @@ class AgentRun:
                     started_at=started_at,
                 )
 
-    async def answer(self, turn: memory.Turn | None) -> None:
+    async def answer_query(self, turn: memory.Turn | None) -> None:
         """Build the request, tell the client what the model is told, and ask it."""
         hints = Hints([], [], [])
         if turn:
@@ -534,23 +527,22 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     rest = [message for message in history if message["role"] not in ours]
     users = [n for n, message in enumerate(rest) if message["role"] == "user"]
     last = users[-1] if users else 0
-    before, asked, after = rest[:last], rest[last : last + 1], rest[last + 1 :]
-    excess = count_all(system + rest) - limit
+    before, last_user, after = rest[:last], rest[last : last + 1], rest[last + 1 :]
+    excess = tokens_in(system + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
-        asked = [with_hints(asked[0], block)]
+        last_user = [with_hints(last_user[0], block)]
     elif excess > 0:
         kept = drop_oldest(before, "user", excess)
-        after = drop_oldest(after, "assistant", excess - count_all(before))
+        after = drop_oldest(after, "assistant", excess - tokens_in(before))
         before = kept
-    return system + before + asked + after
+    return system + before + last_user + after
 
 
 def with_hints(message: Message, block: str) -> Message:
     content = message.get("content") or ""
     if isinstance(content, list):
-        return message | {
-            "content": [{"type": "text", "text": f"{block}\n\n"}, *content]
-        }
+        first = {"type": "text", "text": f"{block}\n\n"}
+        return message | {"content": [first, *content]}
     return message | {"content": f"{block}\n\n{content}"}
 
 
@@ -562,11 +554,11 @@ def drop_oldest(messages: list[Message], role: str, excess: int) -> list[Message
     for n, message in enumerate(messages):
         if excess <= 0 and (n == 0 or message["role"] == role):
             return messages[n:]
-        excess -= count_all([message])
+        excess -= tokens_in([message])
     return []
 
 
-def count_all(messages: list[Message]) -> int:
+def tokens_in(messages: list[Message]) -> int:
     """Estimate the tokens of messages. A picture in base64 counts as 1,000."""
     total = 0
     for message in messages:
@@ -757,7 +749,7 @@ def json_texts(text: str) -> list[str]:
     return found
 
 
-def calls_in_text(text: str, names: Collection[str]) -> list[Json]:
+def calls_in_text(text: str, names: list[str]) -> list[Json]:
     """Return the calls that a whole text consists of, if it does."""
     # Models put these around a call that they write out.
     text = re.sub(r"</?tool_call>|```\w*|\[TOOL_CALLS\]", " ", text)
@@ -771,7 +763,7 @@ def calls_in_text(text: str, names: Collection[str]) -> list[Json]:
     return calls
 
 
-def offered_name(name: str, names: Collection[str]) -> str:
+def offered_name(name: str, names: list[str]) -> str:
     """Return a tool's name without the ornaments that models put around it."""
     words = re.findall(r"[\w-]+", name.lower())
     found = [tool for tool in names if tool.lower() in words]
@@ -811,7 +803,7 @@ class Endpoint:
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        self.patient = self.client.with_options(timeout=patient)  # for whole answers
+        self.patient = self.client.with_options(timeout=patient)  # for learning
 
     async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
         """Yield the parts of each chunk of a reply. Raises Failure if it breaks off."""
@@ -833,12 +825,11 @@ class Endpoint:
             async for chunk in sent:
                 yield chunk
 
-    async def post(self, path: str, body: Json) -> Any:
+    async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
         """Return an answer that is not streamed. Raises Failure if there is none."""
-        if "model" not in body:
-            body["model"] = await self.model_name()
+        client = self.patient if is_slow else self.client
         with endpoint_errors():
-            return await self.patient.post(path, body=body, cast_to=object)
+            return await client.post(path, body=body, cast_to=object)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text.
@@ -849,6 +840,7 @@ class Endpoint:
         """
         # As base64, because numbers cost a sixth of a chat's CPU.
         body: Json = {"input": texts, "encoding_format": "base64"}
+        body["model"] = await self.model_name()
         try:
             rows = (await self.post("/embeddings", body))["data"]
         except Failure as failure:
@@ -864,7 +856,8 @@ class Endpoint:
 
     async def rerank(self, query: str, texts: list[str], k: int) -> Any:
         """Ask `/rerank` as vLLM, Jina and Cohere have it."""
-        body = {"query": query, "documents": texts, "top_n": k}
+        body: Json = {"query": query, "documents": texts, "top_n": k}
+        body["model"] = await self.model_name()
         rows = (await self.post("/rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in rows]
 
@@ -1043,7 +1036,7 @@ class Service:
         body["max_tokens"] = self.limits().context_tokens // 4
         body = with_extra(body, self.settings.memory_extra_body)
         try:
-            completion = await self.chat.post("/chat/completions", body)
+            completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
             # Before a first answer, the endpoint may refuse every such request.
             refused = failure.answered in (400, 413, 422) and self.has_learned
@@ -1071,11 +1064,13 @@ async def get_service(request: Request) -> Service:
     return request.app.state.service
 
 
-async def get_user(request: Request, user_id: UserName) -> memory.User:
-    return request.app.state.service.memory.user(user_id)
-
-
 TheService = Annotated[Service, Depends(get_service)]
+
+
+async def get_user(service: TheService, user_id: UserName) -> memory.User:
+    return service.memory.user(user_id)
+
+
 TheUser = Annotated[memory.User, Depends(get_user)]
 Count = Annotated[int, Query(ge=1, le=100)]
 
@@ -1197,7 +1192,7 @@ async def completions(
     if body.functions or body.n not in (None, 1):
         raise HTTPException(400, "Send `tools`, not `functions`, and `n` as 1.")
     run = service.begin(turn_request(body, request.headers))
-    content = run.events.read(Completion(run, body).encode)
+    content = run.events.read(CompletionWriter(run, body).encode)
     kind = "text/event-stream" if body.stream else "application/json"
     return CompletionResponse(content, 200, STREAM_HEADERS, kind)
 
@@ -1211,31 +1206,31 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
         options["tools"] = body.tools
     else:
         options.pop("tool_choice", None)
-    turn = TurnRequest(queries[-1], history=history, options=options)
-    user = user_of(body, headers)
-    if user and turn.query and body.store is not False and memory_is_on(headers):
+    asked = TurnRequest(queries[-1], history=history, options=options)
+    user_id = user_of(body, headers)
+    if user_id and asked.query and body.store is not False and memory_is_on(headers):
         given = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
-        name = str(given or "").strip()
-        turn.user_id = user
+        session = str(given or "").strip()
+        asked.user_id = user_id
         try:
-            turn.session_id = str(UUID(name))
+            asked.session_id = str(UUID(session))
         except ValueError:
-            seed = f"{user}\n{name or queries[0]}"
-            turn.session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
-    return turn
+            seed = f"{user_id}\n{session or queries[0]}"
+            asked.session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
+    return asked
 
 
 def user_of(body: CompletionRequest, headers: Headers) -> str:
-    """Return the name in X-User-Id or `user`, or an empty one."""
+    """Return the user's name in X-User-Id or `user`, or an empty one."""
     try:
         sent = headers.get("X-User-Id", "").encode("latin-1").decode().strip()
-        name = sent or (body.user or "").strip()
-        return memory.normal_name(name) if name else ""
+        user_id = sent or (body.user or "").strip()
+        return memory.normal_name(user_id) if user_id else ""
     except ValueError as error:
         raise HTTPException(400, f"The user's name is not valid: {error}") from error
 
 
-class Completion:
+class CompletionWriter:
     """Writes the events of a turn as one completion or as its chunks."""
 
     def __init__(self, run: AgentRun, body: CompletionRequest):
