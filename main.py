@@ -117,7 +117,7 @@ class Settings(memory.Settings):
 # --- Requests and events ---
 
 UserName = Annotated[str, AfterValidator(memory.normal_name)]
-MessageText = Annotated[str, Field(min_length=1, max_length=32_000)]
+UserText = Annotated[str, Field(min_length=1, max_length=32_000)]
 
 
 class ChatRequest(BaseModel, extra="forbid"):
@@ -125,7 +125,7 @@ class ChatRequest(BaseModel, extra="forbid"):
 
     user_id: UserName
     session_id: UUID
-    message: MessageText = Field(
+    message: UserText = Field(
         validation_alias=pydantic.AliasChoices("message", "query")
     )
     reasoning_mode: pydantic.StrictBool | None = False
@@ -326,8 +326,7 @@ class AgentRun:
     async def run_saved(self, turn: memory.Turn) -> None:
         """Answer the message, and save the turn even if that fails."""
         status = "interrupted"
-        outcome = self.outcome
-        started_at = memory.now()
+        row: Json = {"started_at": memory.now(), "tools": self.tool_rows}
         try:
             await self.answer_query(turn)
             status = "complete"
@@ -337,19 +336,13 @@ class AgentRun:
         finally:
             # A client that runs its own tools goes on with the turn in a new request.
             if not self.client_calls:
-                outcome.turn = turn.number
-                await turn.save(
-                    self.request.query,
-                    self.reply.text,
-                    status,
-                    rounds=outcome.rounds,
-                    tools=self.tool_rows,
-                    reasoning_mode=self.request.reasoning_mode,
-                    started_at=started_at,
-                )
+                self.outcome.turn = turn.number
+                row["rounds"] = self.outcome.rounds
+                row["reasoning_mode"] = self.request.reasoning_mode
+                await turn.save(self.request.query, self.reply.text, status, **row)
 
     async def answer_query(self, turn: memory.Turn | None) -> None:
-        """Build the request, tell the client what the model is told, and ask it."""
+        """Build the request, emit `memory`, and ask the model."""
         hints = Hints([], [], [])
         if turn:
             shown = map(text_of, self.request.history)
@@ -523,19 +516,23 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     """
     ours = ("system", "developer")
     own = [text_of(message) for message in history if message["role"] in ours]
-    system = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
+    prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
     rest = [message for message in history if message["role"] not in ours]
     users = [n for n, message in enumerate(rest) if message["role"] == "user"]
     last = users[-1] if users else 0
-    before, last_user, after = rest[:last], rest[last : last + 1], rest[last + 1 :]
-    excess = tokens_in(system + rest) - limit
+    excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
-        last_user = [with_hints(last_user[0], block)]
-    elif excess > 0:
-        kept = drop_oldest(before, "user", excess)
-        after = drop_oldest(after, "assistant", excess - tokens_in(before))
-        before = kept
-    return system + before + last_user + after
+        rest[last] = with_hints(rest[last], block)
+    dropped = False
+    for n, message in enumerate(rest):
+        # An answer is dropped with its question, and a tool's result with its call.
+        starts = message["role"] == ("user" if n < last else "assistant")
+        dropped = n != last and (excess > 0 or (dropped and not starts))
+        if dropped:
+            excess -= tokens_in([message])
+        else:
+            prompt.append(message)
+    return prompt
 
 
 def with_hints(message: Message, block: str) -> Message:
@@ -546,26 +543,11 @@ def with_hints(message: Message, block: str) -> Message:
     return message | {"content": f"{block}\n\n{content}"}
 
 
-def drop_oldest(messages: list[Message], role: str, excess: int) -> list[Message]:
-    """Drop `excess` tokens of messages, and more up to the next message of a role.
-
-    So an answer is dropped with its question, and a tool's result with its call.
-    """
-    for n, message in enumerate(messages):
-        if excess <= 0 and (n == 0 or message["role"] == role):
-            return messages[n:]
-        excess -= tokens_in([message])
-    return []
-
-
 def tokens_in(messages: list[Message]) -> int:
     """Estimate the tokens of messages. A picture in base64 counts as 1,000."""
-    total = 0
-    for message in messages:
-        text = json.dumps(message, ensure_ascii=False)
-        picture = "[A-Za-z0-9+/=]{3000,}"
-        total += memory.count_tokens(re.sub(picture, "~" * 3000, text))
-    return total
+    texts = [json.dumps(message, ensure_ascii=False) for message in messages]
+    texts = [re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text) for text in texts]
+    return sum(map(memory.count_tokens, texts))
 
 
 Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fields
@@ -592,10 +574,7 @@ class ReplyParser:
         self.usage: Json = {}
 
     def feed(self, chunk: Json) -> Iterator[tuple[EventType, Any]]:
-        """Yield the parts of a chunk: `thinking`, `token`, `thought`, `passed_on`.
-
-        A `thought` takes back all text before it.
-        """
+        """Yield a chunk's parts: `thinking`, `token`, `thought` and `passed_on`."""
         choice = (chunk.get("choices") or [{}])[0]
         if error := chunk.get("error"):
             raise Failure("upstream_unavailable", error_sentence(error))
@@ -677,17 +656,15 @@ class ReplyParser:
         call |= unknown_fields(piece)  # Gemini requires its `extra_content` back
 
     def continued_call(self, begun: Json) -> Json | None:
-        """Find the call that a piece continues by index, else by id, else the last.
+        """Find the call that a piece continues, by index, else by id, else the last.
 
-        A piece with a name begins another call if its index, id or name is another.
+        A piece with a name begins another call if its index, id or name differs.
         """
-        calls = self.calls
+        found = self.calls[-1:]
         for key in ("id", "index"):
-            same = [
-                call for call in self.calls if begun[key] and call[key] == begun[key]
-            ]
-            calls = same or calls
-        for call in calls[-1:]:
+            same = [call for call in self.calls if call[key] == begun[key] != ""]
+            found = same[-1:] or found
+        for call in found:
             both = [key for key in begun if begun[key] and call[key]]
             if not begun["name"] or all(begun[key] == call[key] for key in both):
                 return call
@@ -695,7 +672,7 @@ class ReplyParser:
 
 
 def whole_calls(piece: Json) -> list[Json]:
-    """Return the call, or two that a server has put into one call's arguments."""
+    """Return a call from its pieces, or two if a server has joined their arguments."""
     known = {"index", "id", "name", "arguments"}
     more = {key: value for key, value in piece.items() if key not in known}
     texts = json_texts(piece["arguments"]) or [piece["arguments"] or "{}"]
@@ -786,7 +763,10 @@ TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token li
 
 
 class Endpoint:
-    """A server with OpenAI's API, and the model that is asked there."""
+    """A server with OpenAI's API, and the model that is asked there.
+
+    A request that is not answered raises Failure.
+    """
 
     def __init__(self, url: Any, key: str, model: str, timeout: float):
         self.set_model = self.model = model  # empty: the first of the list
@@ -806,7 +786,7 @@ class Endpoint:
         self.patient = self.client.with_options(timeout=patient)  # for learning
 
     async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
-        """Yield the parts of each chunk of a reply. Raises Failure if it breaks off."""
+        """Ask for a reply, and yield the parts of each chunk."""
         with endpoint_errors():  # a chunk may have any shape
             async with aclosing(self.chunks(body)) as chunks:
                 async for chunk in chunks:
@@ -826,7 +806,7 @@ class Endpoint:
                 yield chunk
 
     async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
-        """Return an answer that is not streamed. Raises Failure if there is none."""
+        """Return an answer that is not streamed."""
         client = self.patient if is_slow else self.client
         with endpoint_errors():
             return await client.post(path, body=body, cast_to=object)
@@ -836,7 +816,6 @@ class Endpoint:
 
         Raises:
             RequestRefused: Fewer or shorter texts may be accepted.
-            Failure: There is no answer.
         """
         # As base64, because numbers cost a sixth of a chat's CPU.
         body: Json = {"input": texts, "encoding_format": "base64"}
@@ -1026,7 +1005,6 @@ class Service:
 
         Raises:
             RequestRefused: A smaller request may help.
-            Failure: There is no answer.
         """
         if not self.is_configured:
             raise Failure("upstream_unavailable")
@@ -1124,7 +1102,7 @@ def memory_is_on(headers: Mapping[str, str]) -> bool:
 
 @router.get("/users/{user_id}/memories")
 async def list_memories(
-    user_id: UserName, service: TheService, query: MessageText = "", k: Count = 20
+    user_id: UserName, service: TheService, query: UserText = "", k: Count = 20
 ) -> Json:
     return {"memories": await service.memory.facts(user_id, query, k)}
 
@@ -1299,16 +1277,15 @@ class CompletionResponse(StreamingResponse):
     """Waits for the first bytes, so that a failure can have a status."""
 
     async def stream_response(self, send: Send) -> None:
-        rest = aiter(self.body_iterator)
-        first = await anext(rest)
-
-        async def content() -> AsyncGenerator[Any, None]:
-            yield first
-            async for part in rest:
-                yield part
-
-        self.body_iterator = content()
-        await super().stream_response(send)
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        started = False
+        async for content in self.body_iterator:
+            if not started:
+                await send({"type": "http.response.start"} | start)
+                started = True
+            part = {"type": "http.response.body", "body": content}
+            await send(part | {"more_body": True})
+        await send({"type": "http.response.body"})
 
 
 def openai_error(error: HTTPException) -> Json:
