@@ -36,7 +36,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, HttpUrl
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
+from pydantic.networks import HttpUrl
 from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -125,9 +126,7 @@ class ChatRequest(BaseModel, extra="forbid"):
 
     user_id: UserName
     session_id: UUID
-    message: UserText = Field(
-        validation_alias=pydantic.AliasChoices("message", "query")
-    )
+    message: UserText = Field(validation_alias=AliasChoices("message", "query"))
     reasoning_mode: pydantic.StrictBool | None = False
 
 
@@ -181,7 +180,7 @@ EventType = Literal[
 
 FAILURES = {  # code: the status if nothing was sent yet, and what a client is told
     "upstream_rejected": (502, "The model's endpoint refused the request."),
-    "upstream_unavailable": (503, "The model's endpoint gives no answer."),
+    "upstream_unavailable": (503, "The model gave no answer."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
     "storage_failed": (500, "The turn could not be saved, or was deleted meanwhile."),
