@@ -1211,8 +1211,7 @@ class CompletionWriter:
     """Writes the events of a turn as one completion or as its chunks."""
 
     def __init__(self, run: AgentRun, body: CompletionRequest):
-        self.run = run
-        self.body = body
+        self.run, self.body = run, body
         self.begun = False
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
@@ -1231,12 +1230,10 @@ class CompletionWriter:
             write = self.last_chunks if self.body.stream else self.completion
             return write(reason, event["usage"])
         # A stream cannot take text back, so a blank line follows a thought.
-        texts = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
-        if self.body.stream and type in texts:
-            return self.chunk({"delta": {"content": texts[type]}})
-        if self.body.stream and type == "passed_on":
-            return self.chunk(event["choice"])
-        return b""
+        contents = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
+        if not self.body.stream or type not in {"passed_on", *contents}:
+            return b""
+        return self.chunk(event.get("choice") or {"delta": {"content": contents[type]}})
 
     def completion(self, finish_reason: str, usage: Json | None) -> bytes:
         reply, calls = self.run.reply, self.run.client_calls
