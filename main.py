@@ -19,8 +19,8 @@ import os
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +36,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, HttpUrl
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
+from pydantic.networks import HttpUrl
 from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -117,7 +118,7 @@ class Settings(memory.Settings):
 # --- Requests and events ---
 
 UserName = Annotated[str, AfterValidator(memory.normal_name)]
-Text = Annotated[str, Field(min_length=1, max_length=32_000)]
+UserText = Annotated[str, Field(min_length=1, max_length=32_000)]
 
 
 class ChatRequest(BaseModel, extra="forbid"):
@@ -125,7 +126,7 @@ class ChatRequest(BaseModel, extra="forbid"):
 
     user_id: UserName
     session_id: UUID
-    message: Text = Field(validation_alias=pydantic.AliasChoices("message", "query"))
+    message: UserText = Field(validation_alias=AliasChoices("message", "query"))
     reasoning_mode: pydantic.StrictBool | None = False
 
 
@@ -155,17 +156,31 @@ class CompletionRequest(BaseModel, extra="allow"):
 class TurnRequest:
     """What a turn is asked, by /chat or by /v1."""
 
-    text: str  # of the last user message
-    user: str = ""
-    session: str = ""  # empty: no memory is read or written
-    reasoning: bool = False
+    query: str  # the text of the last user message
+    user_id: str = ""
+    session_id: str = ""  # empty: no memory is read or written
+    reasoning_mode: bool = False
     history: list[Message] = field(default_factory=list)  # instead of the session's
     options: Json = field(default_factory=dict)  # a /v1 client's own, for the endpoint
 
 
+EventType = Literal[
+    "memory",  # facts, pending, degraded: first, what the model is told
+    "plan",  # round, steps: in reasoning mode
+    "thinking",  # round, text: the model's own reasoning
+    "token",  # round, text: a piece of the answer
+    "thought",  # round, text: this text of the round was not the answer
+    "tool_call",  # round, id, name, arguments
+    "tool_result",  # round, id, name, ok, content, ms
+    "passed_on",  # round, choice: other fields of a chunk, which only /v1 sends
+    "ping",  # after a silence
+    "done",  # response, and the fields of Outcome: last, after the turn is on disk
+    "error",  # code, message: last
+]
+
 FAILURES = {  # code: the status if nothing was sent yet, and what a client is told
     "upstream_rejected": (502, "The model's endpoint refused the request."),
-    "upstream_unavailable": (503, "The model's endpoint gives no answer."),
+    "upstream_unavailable": (503, "The model gave no answer."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
     "context_too_long": (400, "The conversation does not fit the model's context."),
     "storage_failed": (500, "The turn could not be saved, or was deleted meanwhile."),
@@ -176,14 +191,14 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
 class Failure(HTTPException):
     """A turn cannot go on. `answered` is the endpoint's own status, if it sent one."""
 
-    def __init__(self, code: str, words: str = "", answered: int = 0, wait: str = ""):
+    def __init__(self, code: str, reason: str = "", answered: int = 0, wait: str = ""):
         status, sentence = FAILURES[code]
         if 400 <= answered < 500 and answered != 408:
             status = answered
         # Each retry of openai's client would be a saved turn.
         headers = {"X-Should-Retry": "false"} | ({"Retry-After": wait} if wait else {})
-        super().__init__(status, f"{sentence} {words}".strip(), headers)
-        self.code, self.words, self.answered = code, words, answered
+        super().__init__(status, f"{sentence} {reason}".strip(), headers)
+        self.code, self.answered = code, answered
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+2028
@@ -200,7 +215,7 @@ class EventStream:
         self.queue: asyncio.Queue[Json] = asyncio.Queue(64)
         self.emitted_at = time.monotonic()
 
-    async def emit(self, type: str, **fields: Any) -> None:
+    async def emit(self, type: EventType, **fields: Any) -> None:
         """Put an event into the queue. If nobody reads for too long, stop the turn."""
         self.emitted_at = time.monotonic()
         event = {"type": type, **fields}
@@ -217,7 +232,7 @@ class EventStream:
         await self.emit("error", code=failure.code, message=failure.detail)
 
     async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
-        """Yield the events as bytes. Cancel the turn when the client leaves."""
+        """Yield the events as bytes. Cancel the turn when the client disconnects."""
         # One timer per turn, because a timeout per event costs a chat 0.8 ms of CPU.
         pings = asyncio.create_task(self.ping())
         ended = False
@@ -255,12 +270,18 @@ PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "Sorry, I could not come up with an answer."
 
 
-class AgentRun:
-    """One turn, with its rounds of requests and tool calls.
+@dataclass
+class Outcome:
+    """Fields of the event `done`, filled round by round."""
 
-    `done` holds the fields of its last event. They are filled round by round: its
-    `response` is the text of the current round, and `take_back` empties it.
-    """
+    turn: int = 0
+    rounds: int = 0
+    finish_reason: str = ""
+    usage: Json | None = None
+
+
+class AgentRun:
+    """One turn, with its rounds of requests and tool calls."""
 
     def __init__(self, service: "Service", request: TurnRequest):
         self.service, self.request = service, request
@@ -268,194 +289,164 @@ class AgentRun:
         self.functions: dict[str, Callable] = {}  # our tools offered to the model
         self.body: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.reply = ReplyParser()  # of the current round
-        self.calls: list[Json] = []  # with their results, as saved
+        self.tool_rows: list[Json] = []  # the calls with their results, as saved
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
-        self.done: Json = {"response": "", "turn": 0, "rounds": 0, "usage": None}
+        self.outcome = Outcome()
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
-        user, session = self.request.user, self.request.session
-        opening: Any = nullcontext()
-        if session:
-            opening = self.service.memory.turn(user, session)
+        session_id = self.request.session_id
         try:
-            async with opening as turn:
-                await self.run_saved(turn)
-            await self.events.emit("done", **self.done)
+            if session_id:
+                users = self.service.memory
+                async with users.turn(self.request.user_id, session_id) as turn:
+                    await self.run_saved(turn)
+            else:
+                await self.answer_query(None)
+            done = {"response": self.reply.text} | vars(self.outcome)
+            await self.events.emit("done", **done)
         except asyncio.CancelledError:
-            while not self.events.queue.empty():  # nobody may be there to make room
+            if self.events.queue.full():  # nobody may be there to make room
                 self.events.queue.get_nowait()
-            stopped = Failure("upstream_unavailable")
-            stopped.detail = "The turn was stopped."
+            stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
             raise
         except Failure as failure:
-            log.warning("a turn of session %r failed: %s", session, failure.detail)
+            log.warning("a turn of session %r failed: %s", session_id, failure.detail)
             await self.events.fail(failure)
         except (NotFound, OSError) as error:
-            log.warning("a turn of session %r is not saved: %r", session, error)
+            log.warning("a turn of session %r is not saved: %r", session_id, error)
             await self.events.fail(Failure("storage_failed"))
         except Exception:
-            log.exception("a turn of session %r failed by our fault", session)
+            log.exception("a turn of session %r failed by our fault", session_id)
             await self.events.fail(Failure("internal"))
 
-    async def run_saved(self, turn: memory.Turn | None) -> None:
-        """Answer the message, and save the turn whatever becomes of it."""
+    async def run_saved(self, turn: memory.Turn) -> None:
+        """Answer the message, and save the turn even if that fails."""
         status = "interrupted"
-        request = self.request
-        done = self.done
-        row: Json = {"started_at": memory.now(), "reasoning_mode": request.reasoning}
+        row: Json = {"started_at": memory.now(), "tools": self.tool_rows}
         try:
-            await self.prepare(turn)
-            await self.answer()
+            await self.answer_query(turn)
             status = "complete"
         except Exception:
             status = "error"
             raise
         finally:
             # A client that runs its own tools goes on with the turn in a new request.
-            if turn and not self.client_calls:
-                done["turn"] = turn.number
-                row |= {"rounds": done["rounds"], "tools": self.calls}
-                await turn.save(request.text, done["response"], status, **row)
+            if not self.client_calls:
+                self.outcome.turn = turn.number
+                row["rounds"] = self.outcome.rounds
+                row["reasoning_mode"] = self.request.reasoning_mode
+                await turn.save(self.request.query, self.reply.text, status, **row)
 
-    async def prepare(self, turn: memory.Turn | None) -> None:
-        """Build the prompt, and emit what the model is told."""
-        request = self.request
-        chat = self.service.chat
+    async def answer_query(self, turn: memory.Turn | None) -> None:
+        """Build the request, emit `memory`, and ask the model."""
         hints = Hints([], [], [])
-        offered: list[Any] = [self.plan] if request.reasoning else []
-        offered += tools.TOOLS.values()
         if turn:
-            hints = await turn.hints(request.text, map(text_of, request.history))
-            searches = [turn.fetch_memory, turn.search_conversations]
-            offered += [*searches, turn.propose_memory]
-        if "tools" not in request.options:  # a client's own replace ours
-            self.functions = {function.__name__: function for function in offered}
-            self.body["tools"] = [tools.schema(function) for function in offered]
-        if not chat.contexts:  # the endpoint may have started after us
-            await chat.list_models()
-        limit = self.service.context(chat.model) * 3 // 4
-        limit -= memory.count_tokens(json.dumps(self.body | request.options))
-        if turn and not request.history:
-            try:
-                self.body["messages"] = turn.fit_context(SYSTEM, hints, limit)
-            except ValueError:
-                raise Failure("context_too_long") from None
-        else:
-            block = hints.block() if turn else ""
-            self.body["messages"] = fit_history(request.history, block, limit)
+            shown = map(text_of, self.request.history)
+            hints = await turn.hints(self.request.query, shown)
+        if "tools" not in self.request.options:  # a client's own replace ours
+            self.offer_tools(turn)
+        self.body["messages"] = await self.build_prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         told = {"facts": hints.rows(), "pending": pending, "degraded": hints.degraded}
         await self.events.emit("memory", **told)
+        if "tools" in self.request.options:
+            self.client_calls = await self.ask_model(None)
+        else:
+            await self.run_rounds()
 
-    async def answer(self) -> None:
+    def offer_tools(self, turn: memory.Turn | None) -> None:
+        functions: list[Any] = [*tools.TOOLS.values()]
+        if self.request.reasoning_mode:
+            functions.insert(0, self.plan)
+        if turn:
+            searches = [turn.fetch_memory, turn.search_conversations]
+            functions += [*searches, turn.propose_memory]
+        self.functions = {function.__name__: function for function in functions}
+        self.body["tools"] = [tools.schema(function) for function in functions]
+
+    async def build_prompt(
+        self, turn: memory.Turn | None, hints: Hints
+    ) -> list[Message]:
+        """Return the messages of the first request. A quarter is left for the answer."""
+        chat = self.service.chat
+        if not chat.contexts:  # the endpoint may have started after us
+            await chat.list_models()
+        limit = self.service.context(chat.model) * 3 // 4
+        limit -= memory.count_tokens(json.dumps(self.body | self.request.options))
+        if not turn or self.request.history:
+            block = hints.block() if turn else ""
+            return fit_history(self.request.history, block, limit)
+        try:
+            return turn.fit_context(SYSTEM, hints, limit)
+        except ValueError:
+            raise Failure("context_too_long") from None
+
+    async def run_rounds(self) -> None:
         """Ask the model and run its tools until it answers.
 
         The last round may call no tools, so there is always an answer. Reasoning mode
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
-        if "tools" in self.request.options:
-            self.client_calls = await self.ask(None)
-            return
-        max_rounds, done = self.service.settings.max_rounds, self.done
-        choice: Any = PLAN_CALL if self.request.reasoning else None
+        max_rounds, outcome = self.service.settings.max_rounds, self.outcome
+        choice: Any = PLAN_CALL if self.request.reasoning_mode else None
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
                 choice = "none"
-            if calls := await self.ask(choice):
+            if calls := await self.ask_model(choice):
                 await self.run_calls(calls)
                 choice = None
-            elif done["response"].strip() or done["finish_reason"] != "stop":
+            elif self.reply.text.strip() or outcome.finish_reason != "stop":
                 break
             else:  # silence: weak models answer when they are offered no tool
                 await self.take_back()
                 if choice == "none":
-                    await self.say("token", SORRY)
+                    self.reply.text = SORRY
+                    await self.emit("token", text=SORRY)
                     break
                 choice = "none"
-        was_limited = max_rounds > 1 and number == max_rounds
-        if was_limited and done["finish_reason"] == "stop":
-            done["finish_reason"] = "max_rounds"
+        if number == max_rounds > 1 and outcome.finish_reason == "stop":
+            outcome.finish_reason = "max_rounds"
 
-    async def ask(self, choice: Any) -> list[Json]:
-        """Ask the model once, append its calls to the messages, and return them."""
-        done = self.done
-        chat = self.service.chat
-        reply = ReplyParser()
-        self.reply, done["rounds"] = reply, done["rounds"] + 1
+    async def ask_model(self, choice: Any) -> list[Json]:
+        """Ask the model once. Append its tool calls to the messages and return them."""
+        outcome, chat = self.outcome, self.service.chat
+        outcome.rounds += 1
         body = self.body | {"model": await chat.model_name()}
-        body |= {"tool_choice": choice} if choice else {}
+        if choice:
+            body["tool_choice"] = choice
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
-        try:
-            await self.stream_reply(body)
-        except Failure:
-            if not reply.finish_reason:  # else the answer is whole
-                raise
-        for part in reply.finish():
-            await self.say(*part)
-        done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
-        reason = reply.finish_reason
-        is_call = reason in ("tool_calls", "function_call")
-        done["finish_reason"] = "stop" if is_call else reason
-        calls = await self.repaired_calls(reply, body.get("tools") or [])
-        if not calls or choice == "none":
+        self.reply = reply = ReplyParser(body.get("tools") or [])
+        async with aclosing(chat.stream(body, reply)) as chunks:
+            async for parts in chunks:
+                await self.emit_parts(parts)
+        outcome.usage = add_fields(outcome.usage or {}, reply.usage) or None
+        outcome.finish_reason = reply.finish_reason
+        if not reply.calls or choice == "none":
             return []
-        done["finish_reason"] = "tool_calls"
-        said = {"role": "assistant", "content": done["response"] or None}
-        # DeepSeek and Kimi require their reasoning back beside a call.
-        beside = reply.extra["delta"].items()
-        said |= {name: value for name, value in beside if name.startswith("reasoning")}
-        self.body["messages"].append(said | {"tool_calls": calls})
-        return calls
-
-    async def stream_reply(self, body: Json) -> None:
-        async with aclosing(self.service.chat.stream(body)) as chunks:
-            async for chunk in chunks:
-                with failures():  # a chunk may have any shape
-                    # Some gateways send `null` to keep the connection alive.
-                    parts = [*self.reply.feed(chunk or {})]
-                for part in parts:
-                    await self.say(*part)
-
-    async def repaired_calls(
-        self, reply: "ReplyParser", offered: list[Json]
-    ) -> list[Json]:
-        """Return a reply's calls with repaired names and unique ids."""
-        names = [str((tool.get("function") or {}).get("name")) for tool in offered]
-        calls = reply.calls
-        if not calls and (calls := calls_in_text(self.done["response"], names)):
-            await self.take_back()
-        messages = self.body["messages"]
-        ids = {call.get("id") for m in messages for call in m.get("tool_calls") or []}
-        for call in calls:
-            call["function"]["name"] = offered_name(call["function"]["name"], names)
-            if not call["id"] or call["id"] in ids:
-                call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
-            ids.add(call["id"])
-        return calls
-
-    async def say(self, type: str, what: Any) -> None:
-        """Emit what the model says. Tokens and a refusal make up the response."""
-        if type == "thought":
-            await self.take_back()
-        elif type == "extra":
-            self.done["response"] += mended(str(what["delta"].get("refusal", "")))
-            await self.emit("extra", **what)
-        else:
-            self.done["response"] += what if type == "token" else ""
-            await self.emit(type, text=what)
+        outcome.finish_reason = "tool_calls"
+        renew_ids(reply.calls, self.body["messages"])
+        message = {"role": "assistant", "content": reply.text or None}
+        for name, value in reply.passed_on["delta"].items():
+            if name.startswith("reasoning"):  # DeepSeek and Kimi require it back
+                message[name] = value
+        self.body["messages"].append(message | {"tool_calls": reply.calls})
+        return reply.calls
 
     async def take_back(self) -> None:
         """Tell the client that this round's text is not the answer."""
-        if self.done["response"]:
-            await self.emit("thought", text=self.done["response"])
-        self.done["response"] = ""
+        await self.emit_parts([*self.reply.take_back()])
 
-    async def emit(self, type: str, **fields: Any) -> None:
-        await self.events.emit(type, round=self.done["rounds"], **fields)
+    async def emit_parts(self, parts: "Parts") -> None:
+        for type, value in parts:
+            field = "choice" if type == "passed_on" else "text"
+            await self.emit(type, **{field: value})
+
+    async def emit(self, type: EventType, **fields: Any) -> None:
+        await self.events.emit(type, round=self.outcome.rounds, **fields)
 
     async def plan(self, steps: list[str]) -> str:
         """Write down the steps that lead to the answer, before anything else.
@@ -472,32 +463,41 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = self.service.settings.max_rounds - self.done["rounds"]
+            left = self.service.settings.max_rounds - self.outcome.rounds
             results[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
         self.body["messages"] += results
 
     async def run_call(self, call: Json) -> Message:
-        """Run one call and note it for the transcript."""
+        """Run one call, keep its row for the transcript, and return its message."""
         began = time.monotonic()
-        id = call["id"]
         function = call["function"]
         name = function["name"]
         arguments = parse_arguments(function["arguments"])
-        note = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
-        self.calls.append(note)  # already, because an interrupted turn keeps it too
+        row = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
+        self.tool_rows.append(row)  # already, because an interrupted turn keeps it too
         # Endpoints refuse every later request that repeats malformed JSON or names.
         function["arguments"] = json.dumps(arguments or {})
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
+        about = {"id": call["id"], "name": name}
         is_plan = self.functions.get(name) == self.plan  # it has its own event
         if not is_plan:
-            await self.emit("tool_call", id=id, name=name, arguments=note["arguments"])
+            await self.emit("tool_call", **about, arguments=row["arguments"])
         limit = self.service.settings.tool_timeout
-        ok, text = await tools.call_tool(self.functions, name, arguments, limit)
-        note |= {"ok": ok, "content": text}
+        ok, content = await tools.call_tool(self.functions, name, arguments, limit)
+        row |= {"ok": ok, "content": content}
         if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
-            await self.emit("tool_result", id=id, name=name, ok=ok, content=text, ms=ms)
-        return {"role": "tool", "tool_call_id": id, "content": text}
+            await self.emit("tool_result", **about, ok=ok, content=content, ms=ms)
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+
+def renew_ids(calls: list[Json], messages: list[Message]) -> None:
+    """Replace the ids of calls that are empty or used before."""
+    used = {call.get("id") for m in messages for call in m.get("tool_calls") or []}
+    for call in calls:
+        if not call["id"] or call["id"] in used:
+            call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
+        used.add(call["id"])
 
 
 def text_of(message: Json, between: str = "\n") -> str:
@@ -515,41 +515,41 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     """
     ours = ("system", "developer")
     own = [text_of(message) for message in history if message["role"] in ours]
-    rest = [dict(message) for message in history if message["role"] not in ours]
     prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
-    excess = sum(map(tokens_of, [*prompt, *rest])) - limit
+    rest = [message for message in history if message["role"] not in ours]
     users = [n for n, message in enumerate(rest) if message["role"] == "user"]
     last = users[-1] if users else 0
+    excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
-        content = rest[last].get("content") or ""
-        text = f"{block}\n\n"
-        if isinstance(content, list):
-            rest[last]["content"] = [{"type": "text", "text": text}, *content]
-        else:
-            rest[last]["content"] = text + content
-    # An answer is dropped with its question, and a tool's result with its call.
-    groups: list[list[Message]] = []
-    asked: list[Message] = []  # the group of the last user message
+        rest[last] = with_hints(rest[last], block)
+    dropped = False
     for n, message in enumerate(rest):
-        role = message["role"]
-        if not groups or role == "user" or (n > last and role == "assistant"):
-            groups.append([])
-        groups[-1].append(message)
-        asked = groups[-1] if n == last else asked
-    for group in groups:
-        if excess > 0 and group is not asked:
-            excess -= sum(map(tokens_of, group))
+        # An answer is dropped with its question, and a tool's result with its call.
+        starts = message["role"] == ("user" if n < last else "assistant")
+        dropped = n != last and (excess > 0 or (dropped and not starts))
+        if dropped:
+            excess -= tokens_in([message])
         else:
-            prompt += group
+            prompt.append(message)
     return prompt
 
 
-def tokens_of(message: Message) -> int:
-    """Estimate a message's tokens. A picture in base64 counts as 1,000."""
-    text = json.dumps(message, ensure_ascii=False)
-    return memory.count_tokens(re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text))
+def with_hints(message: Message, block: str) -> Message:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        first = {"type": "text", "text": f"{block}\n\n"}
+        return message | {"content": [first, *content]}
+    return message | {"content": f"{block}\n\n{content}"}
 
 
+def tokens_in(messages: list[Message]) -> int:
+    """Estimate the tokens of messages. A picture in base64 counts as 1,000."""
+    texts = [json.dumps(message, ensure_ascii=False) for message in messages]
+    texts = [re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text) for text in texts]
+    return sum(map(memory.count_tokens, texts))
+
+
+Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fields
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -557,39 +557,38 @@ HALF = re.compile(r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z")  # of a tag or a charact
 
 
 class ReplyParser:
-    """Tells text, thinking and calls apart while an answer streams."""
+    """Tells text, thinking and calls apart while a reply streams."""
 
+    text = ""  # so far, without what was taken back
     finish_reason = ""
     held = ""  # half of a tag or a character, which waits for the other half
     thinking = False  # whether <think> is open
     has_thought = False  # whether thinking came
-    has_text = False  # whether text came after it
 
-    def __init__(self) -> None:
+    def __init__(self, offered: Iterable[Json] = ()):
+        functions = [tool.get("function") or {} for tool in offered]
+        self.names = [str(function.get("name")) for function in functions]  # of tools
         self.calls: list[Json] = []
-        self.places: dict[Any, Json] = {}  # calls by index and by id
-        self.extra: Json = {"delta": {}, "choice": {}}  # their fields that we pass on
+        self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
         self.usage: Json = {}
 
-    def feed(self, chunk: Json) -> Iterator[tuple[str, Any]]:
-        """Yield what a chunk says, as `thinking`, `token`, `thought` or `extra`.
-
-        A `thought` takes back all text before it. /v1 passes on an `extra` as it is.
-        """
+    def feed(self, chunk: Json) -> Iterator[tuple[EventType, Any]]:
+        """Yield a chunk's parts: `thinking`, `token`, `thought` and `passed_on`."""
         choice = (chunk.get("choices") or [{}])[0]
         if error := chunk.get("error") or choice.get("error"):
-            raise Failure("upstream_unavailable", own_words(error))
+            raise Failure("upstream_unavailable", error_sentence(error))
+        message = choice.get("message")  # of a reply that is not streamed
+        delta = message or choice.get("delta") or {}
         self.usage = chunk.get("usage") or self.usage
-        reason = choice.get("finish_reason") or self.finish_reason
-        delta = choice.get("delta") or {}
-        if message := choice.get("message"):  # of an answer that is not streamed
-            delta = message
-            reason = reason or "stop"
-        extra = {"delta": unknown_fields(delta), "choice": unknown_fields(choice)}
-        if any(extra.values()):
-            add_fields(self.extra["delta"], extra["delta"])
-            add_fields(self.extra["choice"], extra["choice"])
-            yield "extra", extra
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if message and not self.finish_reason:
+            self.finish_reason = "stop"
+        more, more_of_delta = unknown_fields(choice), unknown_fields(delta)
+        if more or more_of_delta:
+            add_fields(self.passed_on, more)
+            add_fields(self.passed_on["delta"], more_of_delta)
+            self.text += mended(str(more_of_delta.get("refusal", "")))
+            yield "passed_on", more | {"delta": more_of_delta}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
             yield "thinking", mended(reasoning)
@@ -597,74 +596,97 @@ class ReplyParser:
             yield from self.parts_of_text(self.held + text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
-        self.finish_reason = reason
 
-    def parts_of_text(self, text: str) -> Iterator[tuple[str, str]]:
+    def parts_of_text(self, text: str) -> Iterator[tuple[EventType, Any]]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held = half[0] if half else ""
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
-            if part == "<think>" and not self.has_text:
+            if part == "<think>" and not self.text:
                 self.thinking = True
             # After a thought and text, a </think> is a word of the answer.
-            elif part == "</think>" and not (self.has_thought and self.has_text):
-                if self.has_text:  # the template has opened the thought in the prompt
-                    yield "thought", ""
-                self.thinking, self.has_thought, self.has_text = False, True, False
+            elif part == "</think>" and not (self.has_thought and self.text):
+                # The template has opened the thought in the prompt.
+                yield from self.take_back()
+                self.thinking, self.has_thought = False, True
             elif part and self.thinking:
                 yield "thinking", part
-            elif part and (self.has_text or not part.isspace()):
-                yield "token", part if self.has_text else part.lstrip()
-                self.has_text = True
+            elif part and (self.text or not part.isspace()):
+                part = part if self.text else part.lstrip()
+                self.text += part
+                yield "token", part
 
-    def finish(self) -> list[tuple[str, str]]:
-        """Complete the calls, and return the text that was held back."""
+    def take_back(self) -> Iterator[tuple[EventType, Any]]:
+        if self.text:
+            yield "thought", self.text
+        self.text = ""
+
+    def finish(self) -> Iterator[tuple[EventType, Any]]:
+        """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
-        calls = []
-        for call in self.calls:
-            function, text = call["function"], call["function"]["arguments"]
-            for each in json_texts(text) or [text or "{}"]:
-                calls.append(call | {"function": function | {"arguments": each}})
-        kept = json.dumps([calls, self.extra], ensure_ascii=False)
-        self.calls, self.extra = json.loads(mended(kept))
-        type = "thinking" if self.thinking else "token"
-        return [(type, mended(self.held))] if self.held else []
+        if self.finish_reason in ("tool_calls", "function_call"):
+            self.finish_reason = "stop"  # servers say so without calls, and with them
+        if self.held:
+            self.text += "" if self.thinking else mended(self.held)
+            yield "thinking" if self.thinking else "token", mended(self.held)
+        calls = [call for begun in self.calls for call in whole_calls(begun)]
+        if not calls and (calls := calls_in_text(self.text, self.names)):
+            yield from self.take_back()
+        for call in calls:
+            function = call["function"]
+            function["name"] = offered_name(function["name"], self.names)
+        whole = json.dumps([calls, self.passed_on], ensure_ascii=False)
+        self.calls, self.passed_on = json.loads(mended(whole))
 
     def add_piece(self, piece: Json) -> None:
-        """Add a piece to its call, found by index, else by id, else the last."""
-        sent = piece.get("function") or {}
-        index = piece.get("index")
-        id = str(piece.get("id") or "").strip()
-        name = str(sent.get("name") or "").strip()
-        text = sent.get("arguments") or ""
-        text = text if isinstance(text, str) else json.dumps(text)
-        call = self.places.get(index) or self.places.get(id)
-        if not call and self.calls:
-            # Servers that send no index may repeat the id or the name in each piece.
-            has_both, has_either = bool(name and id), bool(name or id)
-            begins = has_both if index is None else has_either
-            call = None if begins else self.calls[-1]
-        if not call or (name and is_other(call, id, name)):
-            call = new_call("", "")
+        """Add a piece of a call to the call that it continues, or begin another one."""
+        function = piece.get("function") or {}
+        named = {"index": piece.get("index"), "id": piece.get("id")}
+        named["name"] = function.get("name")
+        begun = {k: "" if v is None else str(v).strip() for k, v in named.items()}
+        call = self.continued_call(begun)
+        if not call:
+            call = begun | {"arguments": ""}
             self.calls.append(call)
-        self.places |= {key: call for key in (index, id) if key not in (None, "")}
-        function = call["function"]
-        call["id"], function["name"] = call["id"] or id, function["name"] or name
-        if text != function["arguments"]:  # else they are sent again
-            function["arguments"] += text
+        call |= {key: call[key] or begun[key] for key in begun}
+        arguments = as_json_text(function.get("arguments") or "")
+        if arguments != call["arguments"]:  # else the server sends them again
+            call["arguments"] += arguments
         call |= unknown_fields(piece)  # Gemini requires its `extra_content` back
 
+    def continued_call(self, begun: Json) -> Json | None:
+        """Find the call that a piece continues, by index, else by id, else the last.
 
-def is_other(call: Json, id: str, name: str) -> bool:
-    """Tell whether a call has another id or name than these."""
-    known = call["function"]["name"]
-    return bool(call["id"] and id and call["id"] != id) or bool(known and known != name)
+        A piece with a name begins another call if its index, id or name differs. So
+        does a piece with a new index and an id.
+        """
+        found = [] if begun["index"] and begun["id"] else self.calls[-1:]
+        for key in ("id", "index"):
+            same = [call for call in self.calls if call[key] == begun[key] != ""]
+            found = same[-1:] or found
+        for call in found:
+            both = [key for key in begun if begun[key] and call[key]]
+            if not begun["name"] or all(begun[key] == call[key] for key in both):
+                return call
+        return None
 
 
-def new_call(name: str, arguments: str) -> Json:
+def whole_calls(piece: Json) -> list[Json]:
+    """Return a call from its pieces, or two if a server has joined their arguments."""
+    known = {"index", "id", "name", "arguments"}
+    more = {key: value for key, value in piece.items() if key not in known}
+    texts = json_texts(piece["arguments"]) or [piece["arguments"] or "{}"]
+    return [new_call(piece["id"], piece["name"], text) | more for text in texts]
+
+
+def new_call(id: str, name: str, arguments: str) -> Json:
     function = {"name": name, "arguments": arguments}
-    return {"id": "", "type": "function", "function": function}
+    return {"id": id, "type": "function", "function": function}
+
+
+def as_json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def unknown_fields(row: Json) -> Json:
@@ -706,7 +728,7 @@ def json_texts(text: str) -> list[str]:
     return found
 
 
-def calls_in_text(text: str, offered: list[str]) -> list[Json]:
+def calls_in_text(text: str, names: list[str]) -> list[Json]:
     """Return the calls that a whole text consists of, if it does."""
     # Models put these around a call that they write out.
     text = re.sub(r"</?tool_call>|```\w*|\[TOOL_CALLS\]", " ", text)
@@ -714,19 +736,17 @@ def calls_in_text(text: str, offered: list[str]) -> list[Json]:
     for value in map(json.loads, json_texts(text)):
         written = value if isinstance(value, dict) else {}
         arguments = written.get("arguments", written.get("parameters"))
-        if written.get("name") not in offered or arguments is None:
+        if written.get("name") not in names or arguments is None:
             return []
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        calls.append(new_call(written["name"], arguments))
+        calls.append(new_call("", written["name"], as_json_text(arguments)))
     return calls
 
 
-def offered_name(name: str, offered: list[str]) -> str:
+def offered_name(name: str, names: list[str]) -> str:
     """Return a tool's name without the ornaments that models put around it."""
     words = re.findall(r"[\w-]+", name.lower())
-    found = [tool for tool in offered if tool.lower() in words]
-    return found[0] if name not in offered and len(found) == 1 else name
+    found = [tool for tool in names if tool.lower() in words]
+    return found[0] if name not in names and len(found) == 1 else name
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -745,10 +765,13 @@ TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token li
 
 
 class Endpoint:
-    """A server with OpenAI's API, and the model that is asked there."""
+    """A server with OpenAI's API, and the model that is asked there.
 
-    def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.configured = self.model = model  # empty: the first of the list
+    A request that is not answered raises Failure.
+    """
+
+    def __init__(self, url: Any, key: str, model: str, timeout: float):
+        self.set_model = self.model = model  # empty: the first of the list
         self.contexts: dict[str, int] = {}  # of the models there, in tokens
         self.failure: Failure | None = None  # of the last list
         self.list_next = 0.0
@@ -762,44 +785,50 @@ class Endpoint:
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        self.patient = self.client.with_options(timeout=patient)  # for whole answers
+        self.patient = self.client.with_options(timeout=patient)  # for learning
 
-    async def stream(self, body: Json) -> AsyncGenerator[Any, None]:
-        """Yield the chunks of a completion."""
+    async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
+        """Ask for a reply, and yield the parts of each chunk."""
+        try:
+            with endpoint_errors():  # a chunk may have any shape
+                async with aclosing(self.chunks(body)) as chunks:
+                    async for chunk in chunks:
+                        # Some gateways send `null` to keep the connection alive.
+                        yield [*reply.feed(chunk or {})]
+        except Failure:
+            if not reply.finish_reason:  # else the reply is complete
+                raise
+        with endpoint_errors():
+            yield [*reply.finish()]
+
+    async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
-        path = "/chat/completions"
-        post = self.client.post
-        as_stream: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
-        with failures():
-            if not body.get("stream"):
-                yield await self.complete(body)
+        kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
+        opening = self.client.post("/chat/completions", body=body, stream=True, **kind)
+        async with await opening as sent:
+            if "json" in sent.response.headers.get("Content-Type", ""):
+                yield json.loads(await sent.response.aread())  # it is not streamed
                 return
-            async with await post(path, body=body, cast_to=object, **as_stream) as sent:
-                if "json" in sent.response.headers.get("Content-Type", ""):
-                    yield json.loads(await sent.response.aread())  # `stream` is ignored
-                    return
-                async for chunk in sent:
-                    yield chunk
+            async for chunk in sent:
+                yield chunk
 
-    async def complete(self, body: Json) -> Any:
-        """Return a completion that is not streamed."""
-        post = self.patient.post
-        return await post("/chat/completions", body=body, cast_to=object)
+    async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
+        """Return an answer that is not streamed."""
+        client = self.patient if is_slow else self.client
+        with endpoint_errors():
+            return await client.post(path, body=body, cast_to=object)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text.
 
         Raises:
             RequestRefused: Fewer or shorter texts may be accepted.
-            Failure: There is no answer.
         """
         # As base64, because numbers cost a sixth of a chat's CPU.
         body: Json = {"input": texts, "encoding_format": "base64"}
         body["model"] = await self.model_name()
         try:
-            with failures():
-                post: Any = self.client.post
-                rows = (await post("/embeddings", body=body, cast_to=object))["data"]
+            rows = (await self.post("/embeddings", body))["data"]
         except Failure as failure:
             if failure.answered in (400, 413, 422, 500):
                 raise RequestRefused from failure
@@ -815,10 +844,8 @@ class Endpoint:
         """Ask `/rerank` as vLLM, Jina and Cohere have it."""
         body: Json = {"query": query, "documents": texts, "top_n": k}
         body["model"] = await self.model_name()
-        with failures():
-            post: Any = self.client.post
-            rows = (await post("/rerank", body=body, cast_to=object))["results"]
-            return [(row["index"], row["relevance_score"]) for row in rows]
+        rows = (await self.post("/rerank", body))["results"]
+        return [(row["index"], row["relevance_score"]) for row in rows]
 
     async def list_models(self) -> None:
         """List the models and their contexts, at most every 10 seconds."""
@@ -826,50 +853,50 @@ class Endpoint:
             if time.monotonic() < self.list_next:
                 return
             try:
-                with failures():
+                with endpoint_errors():
                     found = self.client.models.list(timeout=2.0)
                     sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
                 self.contexts = sizes
                 self.failure = None
             except Failure as failure:
                 # Some servers have no list of models, and work.
-                works = self.configured and failure.answered in (404, 405)
+                works = self.set_model and failure.answered in (404, 405)
                 self.failure = None if works else failure
-            self.model = self.configured or next(iter(self.contexts), "")
+            self.model = self.set_model or next(iter(self.contexts), "")
             self.list_next = time.monotonic() + (1 if self.failure else 10)
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        if not (self.configured and self.contexts):
+        if not (self.set_model and self.contexts):
             await self.list_models()
         if not self.model:
-            failed = self.failure or Failure("upstream_unavailable", "It has no model.")
-            raise Failure(failed.code, failed.words, failed.answered)
+            no_model = Failure("upstream_unavailable", "It has no model.")
+            raise (self.failure or no_model).with_traceback(None)
         return self.model
 
 
 @contextmanager
-def failures() -> Iterator[None]:
-    """Turn whatever a server's answer raises into a Failure."""
+def endpoint_errors() -> Iterator[None]:
+    """Turn whatever an endpoint's answer raises into a Failure."""
     try:
         yield
     except Failure:
         raise
     except openai.APIError as error:
         # Not from the error, because its text may repeat a key, and would be logged.
-        raise failure_of(error) from None
+        raise translate(error) from None
     except Exception as error:
         log.warning("an endpoint's answer cannot be read: %s", type(error).__name__)
         raise Failure("upstream_unavailable") from error
 
 
-def failure_of(error: openai.APIError) -> Failure:
+def translate(error: openai.APIError) -> Failure:
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
-    words = own_words(error.body, key)
+    reason = error_sentence(error.body, key)
     if isinstance(error.__cause__, httpx2.ReadTimeout):  # not a refused connection
         return Failure("upstream_timeout")
     if not isinstance(error, openai.APIStatusError):
-        return Failure("upstream_unavailable", words)
+        return Failure("upstream_unavailable", reason)
     code = "upstream_rejected"
     status = error.status_code
     if re.search(TOO_LONG, str(error.body).lower()):
@@ -878,15 +905,15 @@ def failure_of(error: openai.APIError) -> Failure:
         code = "upstream_timeout"
     elif status == 429 or status >= 500:
         code = "upstream_unavailable"
-    return Failure(code, words, status, error.response.headers.get("Retry-After", ""))
+    return Failure(code, reason, status, error.response.headers.get("Retry-After", ""))
 
 
-def own_words(body: Any, key: str = "") -> str:
+def error_sentence(body: Any, key: str = "") -> str:
     """Return an endpoint's own sentence about an error, without keys."""
     if isinstance(body, dict):
         body = body.get("message") or body.get("detail")
-    said = str(body or "").replace(key or "EMPTY", "[removed]")
-    return memory.one_line(memory.redact(said))[:300]
+    sentence = str(body or "").replace(key or "EMPTY", "[removed]")
+    return memory.one_line(memory.redact(sentence))[:300]
 
 
 def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
@@ -897,7 +924,6 @@ def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
 
 
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY or OPENAI_BASE_URL."
-NO_EMBEDDINGS = "Words alone are searched: set EMBEDDING_BASE_URL or EMBEDDING_MODEL."
 
 
 class Service:
@@ -908,35 +934,28 @@ class Service:
         self.running: set[asyncio.Task[None]] = set()
         self.has_learned = False  # whether a learning call was ever answered
         url, key = settings.openai_base_url, settings.openai_api_key
-        self.configured = bool(url or key)
+        self.is_configured = bool(url or key)
         timeout = settings.upstream_timeout
         chat_model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(url, key, chat_model, timeout)
-        self.endpoints = [self.chat] if self.configured else []
-        self.embedder: Endpoint | None = None
-        embedding_url = settings.embedding_base_url or url
-        default = "" if embedding_url else "text-embedding-3-small"
-        embedding_model = settings.embedding_model or default
+        self.endpoints = [self.chat] if self.is_configured else []
+        self.embedder = self.reranker = None
+        url = settings.embedding_base_url or url
+        key = settings.embedding_api_key or key
+        model = settings.embedding_model or ("" if url else "text-embedding-3-small")
         # A chat server of one's own has no embeddings unless their model is named.
-        if settings.embedding_base_url or (self.configured and embedding_model):
-            embedding_key = settings.embedding_api_key or key
-            self.embedder = Endpoint(
-                embedding_url, embedding_key, embedding_model, timeout
-            )
+        if settings.embedding_base_url or (self.is_configured and model):
+            self.embedder = Endpoint(url, key, model, timeout)
             self.endpoints.append(self.embedder)
-        embed = self.embedder.embed if self.embedder else None
-        rerank = None
-        if rerank_url := settings.rerank_base_url:
-            rerank_key = settings.rerank_api_key
-            rerank_model = settings.rerank_model
-            reranker = Endpoint(rerank_url, rerank_key, rerank_model, timeout)
-            self.endpoints.append(reranker)
-            rerank = reranker.rerank
+        if url := settings.rerank_base_url:
+            key, model = settings.rerank_api_key, settings.rerank_model
+            self.reranker = Endpoint(url, key, model, timeout)
+            self.endpoints.append(self.reranker)
         self.memory = Memory(
             settings.data_dir,
             self.complete,
-            embed,
-            rerank,
+            self.embedder.embed if self.embedder else None,
+            self.reranker.rerank if self.reranker else None,
             limits=self.limits,
             settings=settings,
         )
@@ -948,10 +967,8 @@ class Service:
         log.info("The data is in %s (DATA_DIR).", self.memory.folder)
         if not self.settings.api_key:
             log.warning("No API_KEY: all who reach this port can read all memories.")
-        if not self.configured:
+        if not self.is_configured:
             log.warning(NOT_CONFIGURED)
-        if not self.embedder:
-            log.warning(NO_EMBEDDINGS)
         for endpoint in self.endpoints:
             await endpoint.list_models()
             served = endpoint.failure or [*endpoint.contexts][:9]
@@ -970,7 +987,7 @@ class Service:
 
     def begin(self, request: TurnRequest) -> AgentRun:
         """Start a turn in a task of its own, or raise a 503."""
-        if not self.configured:
+        if not self.is_configured:
             raise HTTPException(503, NOT_CONFIGURED)
         if len(self.running) >= self.settings.max_concurrent_turns:
             raise HTTPException(503, "Too many turns run.", {"Retry-After": "1"})
@@ -995,29 +1012,27 @@ class Service:
 
         Raises:
             RequestRefused: A smaller request may help.
-            Failure: There is no answer.
         """
-        if not self.configured:
+        if not self.is_configured:
             raise Failure("upstream_unavailable")
-        model = self.settings.memory_model or await self.chat.model_name()
-        max_tokens = self.limits().context_tokens // 4
         form = {"type": "json_schema", "json_schema": schema}
-        body: Json = {"model": model, "messages": messages, "response_format": form}
-        body |= {"temperature": 0, "max_tokens": max_tokens}
+        body: Json = {"messages": messages, "response_format": form, "temperature": 0}
+        body["model"] = self.settings.memory_model or await self.chat.model_name()
+        body["max_tokens"] = self.limits().context_tokens // 4
+        body = with_extra(body, self.settings.memory_extra_body)
         try:
-            with failures():
-                extra = self.settings.memory_extra_body
-                found = await self.chat.complete(with_extra(body, extra))
-                message = found["choices"][0]["message"]
+            completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
             # Before a first answer, the endpoint may refuse every such request.
             refused = failure.answered in (400, 413, 422) and self.has_learned
             if refused or failure.code == "context_too_long":
                 raise RequestRefused from failure
             raise
+        choice = completion["choices"][0]
         self.has_learned = True
-        if found["choices"][0].get("finish_reason") == "length":
+        if choice.get("finish_reason") == "length":
             raise RequestRefused("the answer was cut at its length")
+        message = choice["message"]
         # Some reasoning parsers put the whole answer there.
         thought = message.get("reasoning_content") or message.get("reasoning")
         return mended(text_of(message) or thought or "")
@@ -1034,11 +1049,13 @@ async def get_service(request: Request) -> Service:
     return request.app.state.service
 
 
-async def get_user(request: Request, user_id: UserName) -> memory.User:
-    return request.app.state.service.memory.user(user_id)
-
-
 TheService = Annotated[Service, Depends(get_service)]
+
+
+async def get_user(service: TheService, user_id: UserName) -> memory.User:
+    return service.memory.user(user_id)
+
+
 TheUser = Annotated[memory.User, Depends(get_user)]
 Count = Annotated[int, Query(ge=1, le=100)]
 
@@ -1054,7 +1071,7 @@ async def health(service: TheService) -> Json:
     chat = service.chat
     users = service.memory
     model = "not configured"
-    if service.configured:
+    if service.is_configured:
         await chat.list_models()
         model = "unreachable" if chat.failure or not chat.model else chat.model
     works = model == chat.model and not users.degraded
@@ -1071,21 +1088,18 @@ async def health(service: TheService) -> Json:
 @router.post("/chat")
 async def chat(request: Request, body: ChatRequest, service: TheService) -> Response:
     """Answer a message, streamed as one JSON object a line."""
-    turn = TurnRequest(body.message, reasoning=bool(body.reasoning_mode))
+    asked = TurnRequest(body.message, reasoning_mode=bool(body.reasoning_mode))
     if memory_is_on(request.headers):
-        turn.user, turn.session = body.user_id, str(body.session_id)
+        asked.user_id, asked.session_id = body.user_id, str(body.session_id)
     else:
-        turn.history = [memory.as_message("user", body.message)]
-    lines = service.begin(turn).events.read(encode_line)
+        asked.history = [memory.as_message("user", body.message)]
+    lines = service.begin(asked).events.read(encode_line)
     return StreamingResponse(lines, 200, STREAM_HEADERS, "application/x-ndjson")
 
 
 def encode_line(event: Json) -> bytes:
-    if event["type"] == "extra":  # /v1 passes on all of it, /chat only a refusal
-        refusal = event["delta"].get("refusal")
-        event = {"type": "token", "round": event["round"], "text": refusal}
-        if not refusal:
-            return b""
+    if event["type"] == "passed_on":
+        return b""
     return f"{to_json(event)}\n".encode()
 
 
@@ -1095,7 +1109,7 @@ def memory_is_on(headers: Mapping[str, str]) -> bool:
 
 @router.get("/users/{user_id}/memories")
 async def list_memories(
-    user_id: UserName, service: TheService, query: Text = "", k: Count = 20
+    user_id: UserName, service: TheService, query: UserText = "", k: Count = 20
 ) -> Json:
     return {"memories": await service.memory.facts(user_id, query, k)}
 
@@ -1141,7 +1155,7 @@ async def delete_user(user: TheUser) -> None:
 
 @router.get("/v1/models")
 async def models(service: TheService) -> Json:
-    if not service.configured:
+    if not service.is_configured:
         raise HTTPException(503, NOT_CONFIGURED)
     row = {"id": await service.chat.model_name(), "object": "model"}
     return {"object": "list", "data": [row | {"created": 0, "owned_by": "chat"}]}
@@ -1163,7 +1177,7 @@ async def completions(
     if body.functions or body.n not in (None, 1):
         raise HTTPException(400, "Send `tools`, not `functions`, and `n` as 1.")
     run = service.begin(turn_request(body, request.headers))
-    content = run.events.read(Completion(run, body).encode)
+    content = run.events.read(CompletionWriter(run, body).encode)
     kind = "text/event-stream" if body.stream else "application/json"
     return CompletionResponse(content, 200, STREAM_HEADERS, kind)
 
@@ -1177,36 +1191,35 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
         options["tools"] = body.tools
     else:
         options.pop("tool_choice", None)
-    turn = TurnRequest(queries[-1], history=history, options=options)
-    user = user_of(body, headers)
-    if user and turn.text and body.store is not False and memory_is_on(headers):
+    asked = TurnRequest(queries[-1], history=history, options=options)
+    user_id = user_of(body, headers)
+    if user_id and asked.query and body.store is not False and memory_is_on(headers):
         given = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
-        name = str(given or "").strip()
-        turn.user = user
+        session = str(given or "").strip()
+        asked.user_id = user_id
         try:
-            turn.session = str(UUID(name))
+            asked.session_id = str(UUID(session))
         except ValueError:
-            seed = f"{user}\n{name or queries[0]}"
-            turn.session = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
-    return turn
+            seed = f"{user_id}\n{session or queries[0]}"
+            asked.session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
+    return asked
 
 
 def user_of(body: CompletionRequest, headers: Headers) -> str:
-    """Return the name in X-User-Id or `user`, or an empty one."""
+    """Return the user's name in X-User-Id or `user`, or an empty one."""
     try:
         sent = headers.get("X-User-Id", "").encode("latin-1").decode().strip()
-        name = sent or (body.user or "").strip()
-        return memory.normal_name(name) if name else ""
+        user_id = sent or (body.user or "").strip()
+        return memory.normal_name(user_id) if user_id else ""
     except ValueError as error:
         raise HTTPException(400, f"The user's name is not valid: {error}") from error
 
 
-class Completion:
+class CompletionWriter:
     """Writes the events of a turn as one completion or as its chunks."""
 
     def __init__(self, run: AgentRun, body: CompletionRequest):
-        self.run = run
-        self.body = body
+        self.run, self.body = run, body
         self.begun = False
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
@@ -1223,35 +1236,37 @@ class Completion:
         if type == "done":
             reason = event["finish_reason"].replace("max_rounds", "stop")
             write = self.last_chunks if self.body.stream else self.completion
-            return write({"index": 0, "finish_reason": reason}, event["usage"])
+            return write(reason, event["usage"])
         # A stream cannot take text back, so a blank line follows a thought.
-        texts = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
-        if not self.body.stream or type not in {"extra", *texts}:
+        contents = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
+        if not self.body.stream or type not in {"passed_on", *contents}:
             return b""
-        delta = event["delta"] if type == "extra" else {"content": texts[type]}
-        choice = {"index": 0, "finish_reason": None} | event.get("choice", {})
-        return self.chunk(choice, delta)
+        return self.chunk(event.get("choice") or {"delta": {"content": contents[type]}})
 
-    def completion(self, choice: Json, usage: Json | None) -> bytes:
-        extra, calls = self.run.reply.extra, self.run.client_calls
-        message = {"role": "assistant", "content": self.run.done["response"] or None}
-        message |= extra["delta"] | ({"tool_calls": calls} if calls else {})
-        if "refusal" in message:  # which is the response
+    def completion(self, finish_reason: str, usage: Json | None) -> bytes:
+        reply, calls = self.run.reply, self.run.client_calls
+        message = {"role": "assistant", "content": reply.text or None}
+        message |= reply.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
+        if "refusal" in message:  # which is the text
             message["content"] = None
-        choice |= {"message": message} | extra["choice"]
+        choice = {"index": 0, "finish_reason": finish_reason, "message": message}
+        choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}
         return to_json(self.result([choice], usage=usage)).encode()
 
-    def last_chunks(self, choice: Json, usage: Json | None) -> bytes:
+    def last_chunks(self, finish_reason: str, usage: Json | None) -> bytes:
         calls = [{"index": n} | call for n, call in enumerate(self.run.client_calls)]
-        last = self.chunk(choice, {"tool_calls": calls} if calls else {})
+        delta = {"tool_calls": calls} if calls else {}
+        last = self.chunk({"delta": delta, "finish_reason": finish_reason})
         if (self.body.stream_options or {}).get("include_usage"):
             last += sse_event(self.result([], usage=usage))
         return last + b"data: [DONE]\n\n"
 
-    def chunk(self, choice: Json, delta: Json) -> bytes:
-        first = {} if self.begun else {"role": "assistant", "content": ""}
+    def chunk(self, fields: Json) -> bytes:
+        choice: Json = {"index": 0, "finish_reason": None} | fields
+        if not self.begun:
+            choice["delta"] = {"role": "assistant", "content": ""} | choice["delta"]
         self.begun = True
-        return sse_event(self.result([choice | {"delta": first | delta}]))
+        return sse_event(self.result([choice]))
 
     def result(self, choices: list[Json], **more: Any) -> Json:
         model = self.run.service.chat.model
@@ -1293,32 +1308,28 @@ class KeyCheck:
     """ASGI middleware: checks the key before FastAPI reads a body, and mends paths."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self.app, self.key = app, key.encode()
+        self.app, self.header = app, f"Bearer {key}".encode() if key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        # OpenAI's clients join base URLs with too many slashes.
-        path = re.sub("//+", "/", scope["path"]).rstrip("/")
-        if path == "/chat/completions":  # a base URL without /v1
-            path = f"/v1{path}"
-        if path.startswith("/v1/"):
-            scope = {**scope, "path": path}
-        request = Request(scope)
-        answer: ASGIApp = self.app
-        if not self.has_key(request):
+        scope = {**scope, "path": mended_path(scope["path"])}
+        sent = Headers(scope=scope).get("Authorization", "").encode("latin-1")
+        has_key = not self.header or hmac.compare_digest(sent, self.header)
+        answer = self.app
+        if not has_key and scope["path"] not in OPEN:
             bearer = {"WWW-Authenticate": "Bearer"}
             error = HTTPException(401, "A valid key is needed.", bearer)
-            answer = await on_error(request, error)
+            answer = await on_error(Request(scope), error)
         await answer(scope, receive, send)
 
-    def has_key(self, request: Request) -> bool:
-        """Return whether a request needs no key or sends it."""
-        sent = request.headers.get("Authorization", "").encode("latin-1")
-        scheme, _, token = sent.partition(b" ")
-        right = hmac.compare_digest(token.strip(), self.key)
-        is_open = not self.key or request.scope["path"] in OPEN
-        return is_open or (right and scheme.lower() == b"bearer")
+
+def mended_path(path: str) -> str:
+    """Return a path as the routes have it, because clients join base URLs oddly."""
+    single = re.sub("//+", "/", path).rstrip("/")
+    if single == "/chat/completions":  # a base URL without /v1
+        return f"/v1{single}"
+    return single if single.startswith("/v1/") else path
 
 
 async def on_error(request: Request, error: Any) -> Response:
@@ -1326,13 +1337,10 @@ async def on_error(request: Request, error: Any) -> Response:
     is_openai = request.scope["path"].startswith("/v1/")
     if isinstance(error, RequestValidationError):  # without the input
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
-        said = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
-        error = HTTPException(422, said if is_openai else found)
+        first = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
+        error = HTTPException(422, first if is_openai else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
-    elif isinstance(error, OSError):
-        log.error("the user's files cannot be read or written", exc_info=error)
-        error = HTTPException(503, "The files cannot be read or written.")
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
@@ -1358,7 +1366,7 @@ def create_app(settings: Settings) -> FastAPI:
     # Else DELETE /users/ann/memories/, without an id, would be "delete all".
     app.router.redirect_slashes = False
     app.include_router(router)
-    for kind in (RequestValidationError, HTTPException, NotFound, OSError, Exception):
+    for kind in (RequestValidationError, HTTPException, NotFound, Exception):
         app.add_exception_handler(kind, on_error)
     # The middleware that is added last is called first.
     if not settings.api_key:

@@ -732,6 +732,7 @@ CALLS = {  # what is sent, and how many calls it is: with ONE alone, or with bot
     "arguments as an object": ([call(0, "a", NAME, json.loads(ONE))], 1),
     "two by index": ([call(0, "a", NAME, ONE), call(1, "b", NAME, TWO)], 2),
     "in turn": ([call(0, "a", NAME, HEAD), call(1, "b", NAME, TWO), more(0, TAIL)], 2),
+    "name last": ([call(0, "a", NAME, ONE), call(1, "b"), call(1, None, NAME, TWO)], 2),
     "two by id": ([call(None, "a", NAME, ONE), call(None, "b", NAME, TWO)], 2),
     "two at one index": ([call(0, "a", NAME, ONE), call(0, "b", NAME, TWO)], 2),
     "two without an id": ([call(0, None, NAME, ONE), call(0, None, NAME, TWO)], 2),
@@ -795,21 +796,21 @@ def test_the_first_text_does_not_wait_for_the_second(chat, model, words):
 
 def test_nulls_are_skipped_and_done_ends_an_open_connection(chat, model):
     model.answers = [[b"data: null\n\n", *reply("Hi."), b"data: [DONE]\n\n", PAUSE]]
-    assert chat.ask("Hi!")[-1]["response"] == "Hi."
+    model.answers += [[*reply("Hi."), b"data: {\n\n"]]  # broken, but complete
+    assert [chat.ask("Hi!")[-1]["response"] for _ in range(2)] == ["Hi."] * 2
     assert not model.go_on.is_set()
 
 
 # --- An endpoint that fails ---
 
 REJECTED, UNAVAILABLE = "upstream_rejected", "upstream_unavailable"
-MOVED = {"Location": "/v1/chat/completions"}
 
 
 @cases(
     "answer, code, status",  # what the endpoint does, the code, and the status at /v1
     ("refuses", fails(400), REJECTED, 400),
     ("does not know the model", fails(404), REJECTED, 404),
-    ("has moved", Response(None, 307, MOVED), REJECTED, 502),
+    ("has moved", Response(None, 307, {"Location": "/v1/chat"}), REJECTED, 502),
     ("has waited", fails(408), "upstream_timeout", 504),
     ("is busy", fails(429), UNAVAILABLE, 429),
     ("fails", fails(500), UNAVAILABLE, 503),
@@ -819,6 +820,7 @@ MOVED = {"Location": "/v1/chat/completions"}
     ("breaks off", [{"content": "Hel"}], UNAVAILABLE, 503),
     ("breaks off in a call", [call(0, "a", NAME, ONE)], UNAVAILABLE, 503),
     ("sends an error", [{"error": {"message": "no"}}], UNAVAILABLE, 503),
+    ("sends it inside", [{"choices": [{"error": {"code": 1}}]}], UNAVAILABLE, 503),
     ("sends no JSON", [b"data: {\n\n"], UNAVAILABLE, 503),
     ("sends a page", Response("<html>", media_type="text/html"), UNAVAILABLE, 503),
 )
@@ -1745,12 +1747,10 @@ def test_a_secret_is_taken_out_of_a_text(text, left):
 
 SAME = [  # two facts, and whether they are one
     ("User likes cats", "The user likes cats.", True),
-    ("User likes cats", "User likes a cat", True),
     ("User studies law", "User is studying law", True),
     ("User's dog is Bo", "User’s dog: Bo", True),
     ("El usuario vive en Madrid", "Usuario vive en Madrid", True),
     ("Kullanıcı İzmir'li", "Kullanıcı izmir'li", True),
-    ("User likes cats", "User does not like cats", False),
     ("User likes cats", "User doesn't like cats", False),
     ("User pays 1.5 a month", "User pays 15 a month", False),
     ("User lives in Lyon", "User lived in Lyon", False),
