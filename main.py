@@ -370,7 +370,7 @@ class AgentRun:
     async def build_prompt(
         self, turn: memory.Turn | None, hints: Hints
     ) -> list[Message]:
-        """Return the messages of the first request. A quarter is left for the answer."""
+        """Return the first messages. They leave a quarter of the context free."""
         chat = self.service.chat
         if not chat.contexts:  # the endpoint may have started after us
             await chat.list_models()
