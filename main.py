@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
-import httpx2  # openai's time-outs have its exceptions as their cause
+import httpx2  # openai raises its time-outs from this package's exceptions
 import numpy as np
 import openai
 import pydantic
@@ -74,16 +74,16 @@ Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 class Settings(memory.Settings):
     """Every setting. In the environment, their names are in upper case."""
 
-    openai_base_url: HttpUrl | None = None  # OpenAI itself
+    openai_base_url: HttpUrl | None = None  # None: OpenAI itself
     openai_api_key: Key = ""
-    chat_model: str = ""  # empty, here and below: the endpoint's first
+    chat_model: str = ""  # if a model is empty, the endpoint's first is used
     chat_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
     memory_extra_body: pydantic.Json[Json] = field(default_factory=dict)
-    embedding_base_url: HttpUrl | None = None  # as for chat
+    embedding_base_url: HttpUrl | None = None  # None: openai_base_url
     embedding_api_key: Key = ""
     embedding_model: str = ""
-    rerank_base_url: HttpUrl | None = None  # no reranking
+    rerank_base_url: HttpUrl | None = None  # None: nothing is reranked
     rerank_api_key: Key = ""
     rerank_model: str = ""
     data_dir: Folder = Path("data")
@@ -94,10 +94,10 @@ class Settings(memory.Settings):
     max_rounds: PositiveInt = 8  # requests to the model in one turn
     max_concurrent_turns: PositiveInt = 256
     tool_timeout: Seconds = 30.0  # of each call
-    upstream_timeout: Seconds = 60.0  # without a byte
+    upstream_timeout: Seconds = 60.0  # without a byte from the endpoint
     context_tokens: NonNegativeInt = 0  # 0: as the endpoint says, else 8192
     ping_after: Seconds = 15.0  # of silence
-    unread_limit: Seconds = 60.0  # then a turn ends if nobody reads its events
+    unread_limit: Seconds = 60.0  # if nobody reads the events, the turn ends then
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Settings":
@@ -154,14 +154,22 @@ class CompletionRequest(BaseModel, extra="allow"):
 
 @dataclass
 class TurnRequest:
-    """What a turn is asked, by /chat or by /v1."""
+    """A request for one turn, from /chat or /v1."""
 
     query: str  # the text of the last user message
     user_id: str = ""
     session_id: str = ""  # empty: no memory is read or written
     reasoning_mode: bool = False
-    history: list[Message] = field(default_factory=list)  # instead of the session's
-    options: Json = field(default_factory=dict)  # a /v1 client's own, for the endpoint
+    history: list[Message] = field(
+        default_factory=list
+    )  # of a client; it replaces the session's
+    options: Json = field(
+        default_factory=dict
+    )  # other fields, which go to the endpoint
+
+
+def memory_is_on(headers: Mapping[str, str]) -> bool:
+    return headers.get("X-Memory", "on").lower() in ("", "on")
 
 
 EventType = Literal[
@@ -208,7 +216,7 @@ class EventStream:
     """The events of one turn, between its task and its client."""
 
     task: asyncio.Task[None]
-    failure: Failure | None = None  # behind an `error`
+    failure: Failure | None = None  # what the event `error` reports
 
     def __init__(self, settings: Settings):
         self.ping_after, self.unread_limit = settings.ping_after, settings.unread_limit
@@ -307,7 +315,7 @@ class AgentRun:
             done = {"response": self.reply.text} | vars(self.outcome)
             await self.events.emit("done", **done)
         except asyncio.CancelledError:
-            if self.events.queue.full():  # nobody may be there to make room
+            if self.events.queue.full():  # if the client has left, nobody makes room
                 self.events.queue.get_nowait()
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
@@ -474,8 +482,8 @@ class AgentRun:
         name = function["name"]
         arguments = parse_arguments(function["arguments"])
         row = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
-        self.tool_rows.append(row)  # already, because an interrupted turn keeps it too
-        # Endpoints refuse every later request that repeats malformed JSON or names.
+        self.tool_rows.append(row)  # before it runs, so an interrupted turn keeps it
+        # If malformed JSON or names stay, endpoints refuse all later requests.
         function["arguments"] = json.dumps(arguments or {})
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         about = {"id": call["id"], "name": name}
@@ -549,11 +557,15 @@ def tokens_in(messages: list[Message]) -> int:
     return sum(map(memory.count_tokens, texts))
 
 
+# --- The model's reply ---
+
 Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fields
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
-HALF = re.compile(r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z")  # of a tag or a character
+HALF = re.compile(
+    r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z"
+)  # the beginning of a tag or character
 
 
 class ReplyParser:
@@ -764,6 +776,13 @@ def parse_arguments(text: str) -> Json | None:
 TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
 
 
+def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
+    """Add the settings' fields, where null removes one, and a client's own."""
+    body = body | extra | (own or {})
+    removed = [name for name, value in extra.items() if value is None]
+    return {name: value for name, value in body.items() if name not in removed}
+
+
 class Endpoint:
     """A server with OpenAI's API, and the model that is asked there.
 
@@ -883,7 +902,7 @@ def endpoint_errors() -> Iterator[None]:
     except Failure:
         raise
     except openai.APIError as error:
-        # Not from the error, because its text may repeat a key, and would be logged.
+        # The cause is cut off, because its text may repeat a key and would be logged.
         raise translate(error) from None
     except Exception as error:
         log.warning("an endpoint's answer cannot be read: %s", type(error).__name__)
@@ -916,12 +935,7 @@ def error_sentence(body: Any, key: str = "") -> str:
     return memory.one_line(memory.redact(sentence))[:300]
 
 
-def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
-    """Add the settings' fields, where null removes one, and a client's own."""
-    body = body | extra | (own or {})
-    removed = [name for name, value in extra.items() if value is None]
-    return {name: value for name, value in body.items() if name not in removed}
-
+# --- The service ---
 
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY or OPENAI_BASE_URL."
 
@@ -943,7 +957,7 @@ class Service:
         url = settings.embedding_base_url or url
         key = settings.embedding_api_key or key
         model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-        # A chat server of one's own has no embeddings unless their model is named.
+        # A chat server of one's own is asked for embeddings only if a model is named.
         if settings.embedding_base_url or (self.is_configured and model):
             self.embedder = Endpoint(url, key, model, timeout)
             self.endpoints.append(self.embedder)
@@ -969,6 +983,8 @@ class Service:
             log.warning("No API_KEY: all who reach this port can read all memories.")
         if not self.is_configured:
             log.warning(NOT_CONFIGURED)
+        if not self.embedder:
+            log.warning("Only words are searched: set EMBEDDING_MODEL, see the README.")
         for endpoint in self.endpoints:
             await endpoint.list_models()
             served = endpoint.failure or [*endpoint.contexts][:9]
@@ -1023,7 +1039,7 @@ class Service:
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
-            # Before a first answer, the endpoint may refuse every such request.
+            # If no learning call ever worked, the endpoint may refuse all of them.
             refused = failure.answered in (400, 413, 422) and self.has_learned
             if refused or failure.code == "context_too_long":
                 raise RequestRefused from failure
@@ -1033,7 +1049,7 @@ class Service:
         if choice.get("finish_reason") == "length":
             raise RequestRefused("the answer was cut at its length")
         message = choice["message"]
-        # Some reasoning parsers put the whole answer there.
+        # Some reasoning parsers return the whole answer as reasoning.
         thought = message.get("reasoning_content") or message.get("reasoning")
         return mended(text_of(message) or thought or "")
 
@@ -1101,10 +1117,6 @@ def encode_line(event: Json) -> bytes:
     if event["type"] == "passed_on":
         return b""
     return f"{to_json(event)}\n".encode()
-
-
-def memory_is_on(headers: Mapping[str, str]) -> bool:
-    return headers.get("X-Memory", "on").lower() in ("", "on")
 
 
 @router.get("/users/{user_id}/memories")
@@ -1179,7 +1191,7 @@ async def completions(
     run = service.begin(turn_request(body, request.headers))
     content = run.events.read(CompletionWriter(run, body).encode)
     kind = "text/event-stream" if body.stream else "application/json"
-    return CompletionResponse(content, 200, STREAM_HEADERS, kind)
+    return LateStartResponse(content, 200, STREAM_HEADERS, kind)
 
 
 def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
@@ -1277,7 +1289,7 @@ def sse_event(value: Json) -> bytes:
     return f"data: {to_json(value)}\n\n".encode()
 
 
-class CompletionResponse(StreamingResponse):
+class LateStartResponse(StreamingResponse):
     """Waits for the first bytes, so that a failure can have a status."""
 
     async def stream_response(self, send: Send) -> None:
@@ -1301,23 +1313,25 @@ def openai_error(error: HTTPException) -> Json:
 
 # --- The application ---
 
-OPEN = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+PUBLIC = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
 class KeyCheck:
     """ASGI middleware: checks the key before FastAPI reads a body, and mends paths."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self.app, self.header = app, f"Bearer {key}".encode() if key else b""
+        self.app, self.key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         scope = {**scope, "path": mended_path(scope["path"])}
         sent = Headers(scope=scope).get("Authorization", "").encode("latin-1")
-        has_key = not self.header or hmac.compare_digest(sent, self.header)
+        scheme, _, token = sent.partition(b" ")
+        has_key = hmac.compare_digest(token.strip(), self.key)
+        needs_key = self.key and scope["path"] not in PUBLIC
         answer = self.app
-        if not has_key and scope["path"] not in OPEN:
+        if needs_key and not (has_key and scheme.lower() == b"bearer"):
             bearer = {"WWW-Authenticate": "Bearer"}
             error = HTTPException(401, "A valid key is needed.", bearer)
             answer = await on_error(Request(scope), error)
@@ -1341,6 +1355,9 @@ async def on_error(request: Request, error: Any) -> Response:
         error = HTTPException(422, first if is_openai else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
+    elif isinstance(error, OSError):
+        log.error("the user's files cannot be read or written", exc_info=error)
+        error = HTTPException(503, "The files cannot be read or written.")
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
@@ -1358,15 +1375,17 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         app.state.service = service = Service(settings)
         await service.open()
-        yield
-        await service.close()
+        try:
+            yield
+        finally:
+            await service.close()
 
     limit = settings.max_body_bytes
     app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=limit)
     # Else DELETE /users/ann/memories/, without an id, would be "delete all".
     app.router.redirect_slashes = False
     app.include_router(router)
-    for kind in (RequestValidationError, HTTPException, NotFound, Exception):
+    for kind in (RequestValidationError, HTTPException, NotFound, OSError, Exception):
         app.add_exception_handler(kind, on_error)
     # The middleware that is added last is called first.
     if not settings.api_key:
