@@ -337,10 +337,9 @@ class Memory:
         with self.optional("rerank"):
             async with asyncio.timeout(self.settings.rerank_timeout):
                 scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
-            if len(scores) < min(k, len(facts)):
+            is_finite = math.isfinite(sum(scores.values()))
+            if not is_finite or len(scores) < min(k, len(facts)):
                 raise ValueError("some of the best have no score")
-            if not math.isfinite(sum(scores.values())):
-                raise ValueError("a score is no number")
             best = heapq.nlargest(k, scores, key=scores.__getitem__)
             return [{**facts[n], "score": round(scores[n], 4)} for n in best]
         return []
@@ -1172,7 +1171,7 @@ def check_operation(
         id=fact["id"] if fact and op != "add" else "",
         text=one_line(row.get("text")) if op != "delete" else "",
         kind="profile" if row.get("kind") == "profile" else "episodic",
-        importance=min(1.0, importance),
+        importance=min(importance, 1.0),  # NaN stays NaN
         source=turn["source"],
         at=turn["ended_at"],
         query=turn["query"],
@@ -1373,7 +1372,7 @@ def content_words(text: str, stop: frozenset[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=20_000)  # all facts are compared with each new one
 def stems(text: str) -> tuple[str, ...]:
-    """Return the stems that matter, in order, because "Lyon to Paris" has one."""
+    """Return the stems that matter. Their order says who moved from where to where."""
     return tuple(stem(word) for word in content_words(text, LITTLE))
 
 
