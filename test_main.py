@@ -1789,6 +1789,7 @@ def test_a_fact_without_a_word_of_the_user_is_invented(query, fact, stated):
     ("invented", add("User is a pilot.", "I like tea")),
     ("a secret", add("User's PIN is 4711.", "My PIN is 4711")),
     ("not important", add("User likes tea.", "I like tea", importance=0.1)),
+    ("NaN", add("User likes tea.", "I like tea", importance=float("nan"))),
     ("no such fact", delete(9, "I like tea")),
     ("no number", delete([], "I like tea")),
     ("no such operation", add("User likes tea.", "I like tea") | {"op": "erase"}),
