@@ -804,7 +804,7 @@ class Endpoint:
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        self.patient = self.client.with_options(timeout=patient)  # for learning
+        self.patient = self.client.with_options(timeout=patient)  # for whole answers
 
     async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
         """Ask for a reply, and yield the parts of each chunk."""
@@ -823,7 +823,8 @@ class Endpoint:
     async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
         kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
-        opening = self.client.post("/chat/completions", body=body, stream=True, **kind)
+        client = self.client if body.get("stream") else self.patient
+        opening = client.post("/chat/completions", body=body, stream=True, **kind)
         async with await opening as sent:
             if "json" in sent.response.headers.get("Content-Type", ""):
                 yield json.loads(await sent.response.aread())  # it is not streamed
@@ -1114,8 +1115,11 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    if event["type"] == "passed_on":
-        return b""
+    if event["type"] == "passed_on":  # /v1 sends all of it, /chat only a refusal
+        refusal = event["choice"]["delta"].get("refusal")
+        event = {"type": "token", "round": event["round"], "text": refusal}
+        if not refusal:
+            return b""
     return f"{to_json(event)}\n".encode()
 
 

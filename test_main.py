@@ -838,6 +838,8 @@ def test_silence_is_a_timeout(start, model):
     with start(upstream_timeout=0.2) as chat:
         assert chat.ask("Hi!")[-1]["code"] == "upstream_timeout"
         assert post(chat, "Hi!").status_code == 504
+    with start(**SERVER_DOWN) as chat:
+        assert chat.ask("Hi!")[-1]["code"] == UNAVAILABLE
 
 
 @pytest.mark.parametrize("key", ["sk-1234567890abcdef1234", "9f8a7b6c5d4e3f2a1b0c"])
@@ -1028,9 +1030,7 @@ def test_with_reasoning_a_task_is_planned_and_the_plan_changed(chat, model):
     first, second = ["Convert", "Square"], ["Look it up", "Square"]
     model.answers = [tool_call("plan", steps=steps) for steps in (first, second)]
     model.answers.insert(1, tool_call("calculate", expression="1 / 0"))
-
     events = chat.ask("What is it?", reasoning_mode=True)
-
     plans = [(plan["round"], plan["steps"]) for plan in of_type("plan", events)]
     assert plans == [(1, first), (3, second)]
     assert [call["name"] for call in of_type("tool_call", events)] == ["calculate"]
@@ -1238,7 +1238,6 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model):
         with start(**keys, **models, hint_tokens=1) as chat:
             chat.ask("I like tea and cake.")
             chat.facts(query="tea or cake")
-
     assert {headers["Authorization"] for headers in model.headers} == {"Bearer 1"}
     assert {headers["Authorization"] for headers in other.headers} == {"Bearer 2"}
     asked = [model.requests[0], model.learnings[0], other.ranked[0]]
@@ -2186,7 +2185,6 @@ async def test_what_does_not_fit_is_dropped_in_order(learner, tmp_path):
                 system, *others = turn.fit_context("Be brief.", hints, limit)
                 summarized = "A summary." in system["content"]
                 seen[len(others) // 2, len(hints.facts), summarized] = limit
-
     facts = [(2, 3, True), (2, 2, True), (2, 1, True), (2, 0, True)]
     assert list(seen) == [(5, 3, True), *facts, (2, 0, False), (0, 0, False)]
 
@@ -2436,12 +2434,13 @@ def test_two_processes_may_share_a_folder(model, start, tmp_path):
 
 
 @cases(
-    "delete",
-    ("a user", lambda user: user.delete_user()),
-    ("a session", lambda user: user.delete_session(MONDAY)),
+    "turns, delete",  # how many turns were before
+    ("a user", 0, lambda user: user.delete_user()),
+    ("a session", 1, lambda user: user.delete_session(MONDAY)),
 )
-async def test_a_turn_does_not_return_to_what_was_deleted(opened, tmp_path, delete):
-    await say(opened, "I like jazz")
+async def test_a_turn_does_not_return_if_deleted(opened, tmp_path, turns, delete):
+    for _ in range(turns):
+        await say(opened, "I like jazz")
     async with opened.turn("ann", MONDAY) as turn:
         await delete(opened.user("ann"))
         await say(opened, "I like rock", session=TUESDAY)
@@ -2459,6 +2458,18 @@ async def test_a_turn_that_is_saved_again_stands_once(opened):
             await turn.save("Hi!", "Hello.", status="interrupted")
     transcript = await opened.user("ann").read_session(MONDAY)
     assert [row["status"] for row in transcript.turns] == ["complete"]
+
+
+@pytest.mark.parametrize("pattern", ["*.json", f"{MONDAY}.*", "memory.*"])
+async def test_a_session_half_deleted_goes_on(learner, tmp_path, pattern):
+    async with open_memory(tmp_path, learner) as opened:
+        for n in range(3):
+            await teach(opened, learner, f"User likes number {n}.")
+    for path in (tmp_path / "ann").glob(pattern):
+        path.unlink()
+    async with open_memory(tmp_path, learner) as opened:
+        await teach(opened, learner, "User likes jazz.")
+        assert "User likes jazz." in await facts_of(opened)
 
 
 async def test_a_lock_is_held_until_its_thread_has_ended(opened):
