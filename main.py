@@ -160,12 +160,9 @@ class TurnRequest:
     user_id: str = ""
     session_id: str = ""  # empty: no memory is read or written
     reasoning_mode: bool = False
-    history: list[Message] = field(
-        default_factory=list
-    )  # of a client; it replaces the session's
-    options: Json = field(
-        default_factory=dict
-    )  # other fields, which go to the endpoint
+    # What a client sends: messages in place of the session's, and the endpoint's fields
+    history: list[Message] = field(default_factory=list)
+    options: Json = field(default_factory=dict)
 
 
 def memory_is_on(headers: Mapping[str, str]) -> bool:
@@ -180,7 +177,7 @@ EventType = Literal[
     "thought",  # round, text: this text of the round was not the answer
     "tool_call",  # round, id, name, arguments
     "tool_result",  # round, id, name, ok, content, ms
-    "passed_on",  # round, choice: other fields of a chunk, which only /v1 sends
+    "passed_on",  # round, choice: a chunk's other fields; /chat sends only a refusal
     "ping",  # after a silence
     "done",  # response, and the fields of Outcome: last, after the turn is on disk
     "error",  # code, message: last
@@ -428,9 +425,7 @@ class AgentRun:
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
         self.reply = reply = ReplyParser(body.get("tools") or [])
-        async with aclosing(chat.stream(body, reply)) as chunks:
-            async for parts in chunks:
-                await self.emit_parts(parts)
+        await self.stream_reply(body)
         outcome.usage = add_fields(outcome.usage or {}, reply.usage) or None
         outcome.finish_reason = reply.finish_reason
         if not reply.calls or choice == "none":
@@ -443,6 +438,17 @@ class AgentRun:
                 message[name] = value
         self.body["messages"].append(message | {"tool_calls": reply.calls})
         return reply.calls
+
+    async def stream_reply(self, body: Json) -> None:
+        """Emit a reply. If it breaks off after its `finish_reason`, it is complete."""
+        try:
+            async with aclosing(self.service.chat.stream(body, self.reply)) as chunks:
+                async for parts in chunks:
+                    await self.emit_parts(parts)
+        except Failure:
+            if not self.reply.finish_reason:
+                raise
+        await self.emit_parts([*self.reply.finish()])
 
     async def take_back(self) -> None:
         """Tell the client that this round's text is not the answer."""
@@ -563,9 +569,8 @@ Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fie
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
-HALF = re.compile(
-    r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z"
-)  # the beginning of a tag or character
+# The beginning of a tag or of a character, whose rest comes in the next chunk
+HALF = re.compile(r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z")
 
 
 class ReplyParser:
@@ -659,13 +664,14 @@ class ReplyParser:
         begun = {k: "" if v is None else str(v).strip() for k, v in named.items()}
         call = self.continued_call(begun)
         if not call:
-            call = begun | {"arguments": ""}
+            call = begun | {"arguments": "", "more": {}}
             self.calls.append(call)
         call |= {key: call[key] or begun[key] for key in begun}
         arguments = as_json_text(function.get("arguments") or "")
         if arguments != call["arguments"]:  # else the server sends them again
             call["arguments"] += arguments
-        call |= unknown_fields(piece)  # Gemini requires its `extra_content` back
+        # Gemini requires its `extra_content` back.
+        call["more"] |= unknown_fields(piece)
 
     def continued_call(self, begun: Json) -> Json | None:
         """Find the call that a piece continues, by index, else by id, else the last.
@@ -686,10 +692,9 @@ class ReplyParser:
 
 def whole_calls(piece: Json) -> list[Json]:
     """Return a call from its pieces, or two if a server has joined their arguments."""
-    known = {"index", "id", "name", "arguments"}
-    more = {key: value for key, value in piece.items() if key not in known}
+    id, name, more = piece["id"], piece["name"], piece["more"]
     texts = json_texts(piece["arguments"]) or [piece["arguments"] or "{}"]
-    return [new_call(piece["id"], piece["name"], text) | more for text in texts]
+    return [new_call(id, name, text) | more for text in texts]
 
 
 def new_call(id: str, name: str, arguments: str) -> Json:
@@ -789,7 +794,7 @@ class Endpoint:
     A request that is not answered raises Failure.
     """
 
-    def __init__(self, url: Any, key: str, model: str, timeout: float):
+    def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
         self.set_model = self.model = model  # empty: the first of the list
         self.contexts: dict[str, int] = {}  # of the models there, in tokens
         self.failure: Failure | None = None  # of the last list
@@ -808,17 +813,11 @@ class Endpoint:
 
     async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
         """Ask for a reply, and yield the parts of each chunk."""
-        try:
-            with endpoint_errors():  # a chunk may have any shape
-                async with aclosing(self.chunks(body)) as chunks:
-                    async for chunk in chunks:
-                        # Some gateways send `null` to keep the connection alive.
-                        yield [*reply.feed(chunk or {})]
-        except Failure:
-            if not reply.finish_reason:  # else the reply is complete
-                raise
-        with endpoint_errors():
-            yield [*reply.finish()]
+        with endpoint_errors():  # a chunk may have any shape
+            async with aclosing(self.chunks(body)) as chunks:
+                async for chunk in chunks:
+                    # Some gateways send `null` to keep the connection alive.
+                    yield [*reply.feed(chunk or {})]
 
     async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
@@ -950,22 +949,12 @@ class Service:
         self.has_learned = False  # whether a learning call was ever answered
         url, key = settings.openai_base_url, settings.openai_api_key
         self.is_configured = bool(url or key)
-        timeout = settings.upstream_timeout
-        chat_model = settings.chat_model or ("" if url else "gpt-4.1-mini")
-        self.chat = Endpoint(url, key, chat_model, timeout)
-        self.endpoints = [self.chat] if self.is_configured else []
-        self.embedder = self.reranker = None
-        url = settings.embedding_base_url or url
-        key = settings.embedding_api_key or key
-        model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-        # A chat server of one's own is asked for embeddings only if a model is named.
-        if settings.embedding_base_url or (self.is_configured and model):
-            self.embedder = Endpoint(url, key, model, timeout)
-            self.endpoints.append(self.embedder)
-        if url := settings.rerank_base_url:
-            key, model = settings.rerank_api_key, settings.rerank_model
-            self.reranker = Endpoint(url, key, model, timeout)
-            self.endpoints.append(self.reranker)
+        model = settings.chat_model or ("" if url else "gpt-4.1-mini")
+        self.chat = Endpoint(url, key, model, settings.upstream_timeout)
+        self.embedder = embedding_endpoint(settings)
+        self.reranker = rerank_endpoint(settings)
+        chat = self.chat if self.is_configured else None
+        self.endpoints = [e for e in (chat, self.embedder, self.reranker) if e]
         self.memory = Memory(
             settings.data_dir,
             self.complete,
@@ -1055,6 +1044,24 @@ class Service:
         return mended(text_of(message) or thought or "")
 
 
+def embedding_endpoint(settings: Settings) -> Endpoint | None:
+    url = settings.embedding_base_url or settings.openai_base_url
+    key = settings.embedding_api_key or settings.openai_api_key
+    model = settings.embedding_model or ("" if url else "text-embedding-3-small")
+    # A chat server of one's own is asked for embeddings only if a model is named.
+    is_configured = bool(settings.openai_base_url or settings.openai_api_key)
+    if settings.embedding_base_url or (is_configured and model):
+        return Endpoint(url, key, model, settings.upstream_timeout)
+    return None
+
+
+def rerank_endpoint(settings: Settings) -> Endpoint | None:
+    url, key = settings.rerank_base_url, settings.rerank_api_key
+    if not url:
+        return None
+    return Endpoint(url, key, settings.rerank_model, settings.upstream_timeout)
+
+
 # --- /chat and the user's data ---
 
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -1115,7 +1122,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    if event["type"] == "passed_on":  # /v1 sends all of it, /chat only a refusal
+    if event["type"] == "passed_on":
         refusal = event["choice"]["delta"].get("refusal")
         event = {"type": "token", "round": event["round"], "text": refusal}
         if not refusal:

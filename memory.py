@@ -43,7 +43,14 @@ import time
 import unicodedata
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -510,8 +517,8 @@ class Turn:
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
-        # As many bytes as the hints have tokens are a third of them, because 200
-        # Chinese letters may take more.
+        # 200 Chinese letters may be too many. A token is counted as 3 bytes, so as many
+        # bytes as the hints have tokens are a third of the hints.
         max_bytes = max(0, self.memory.settings.hint_tokens - 3)
         return [cut(line[:SAID_CHARS], max_bytes) for line in lines]
 
@@ -602,14 +609,14 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> list[Row]:
         """Propose short facts about the user to remember, in the third person."""
-        queries = [row["query"] for row in [*self.transcript.turns, *self.unlearned]]
-        said = "\n".join([*queries, self.message])
+        rows = [*self.transcript.turns, *self.unlearned]
+        said = word_set(self.message).union(*(word_set(row["query"]) for row in rows))
         source = f"{self.session_id}/{self.number}"
         add = Operation("add", "", "", "profile", 0.5, source, now(), self.message)
         operations, verdicts = [], []
         for text in map(one_line, items[:20]):
             rule = forbidden(text)
-            if not rule and not share_word(text, said):
+            if not rule and not any_alike(word_set(text), said):
                 rule = "the user did not say it"
             if not rule:
                 operations.append(add._replace(text=text))
@@ -685,9 +692,7 @@ class Learner:
                 await asyncio.sleep(self.settings.learn_delay)
                 try:
                     await self.learn_all(folder)
-                    await self.embed_when_quiet(
-                        self.memory.user_in_folder(folder), wake
-                    )
+                    await self.embed_when_quiet(folder, wake)
                 except NotFound:
                     log.info("a user was deleted before all was learned")
                 except OSError:
@@ -697,12 +702,13 @@ class Learner:
             if not self.tasks:  # nothing waits, for example after a deletion
                 self.memory.degraded.pop("learning", None)
 
-    async def embed_when_quiet(self, user: "User", wake: asyncio.Event) -> None:
+    async def embed_when_quiet(self, folder: str, wake: asyncio.Event) -> None:
         """Embed facts and past turns, unless the next turn comes soon."""
         try:
             async with asyncio.timeout(self.settings.quiet):
                 await wake.wait()
         except TimeoutError:
+            user = self.memory.user_in_folder(folder)
             await self.memory.embed_missing(user, FACT_VECTORS)
             await self.memory.embed_missing(user, TURN_VECTORS)
 
@@ -734,10 +740,9 @@ class Learner:
             self.pending[folder] = len(unlearned)
         if not unlearned:
             facts = scored(record.facts)
+            # If they do not all fit, they will be searched.
             if not all_fit(facts, self.settings.hint_tokens):
-                await self.memory.embed_missing(
-                    user, FACT_VECTORS
-                )  # they will be searched
+                await self.memory.embed_missing(user, FACT_VECTORS)
         return bool(unlearned)
 
     async def learn_batch(
@@ -1004,6 +1009,7 @@ def operations_schema(fact_count: int) -> Row:
     return json_schema("memory_operations", {"operations": operations})
 
 
+@functools.cache
 def still_true_prompt() -> list[Message]:
     messages = [as_message("system", STILL_TRUE_PROMPT)]
     for fact, message, left in STILL_TRUE_EXAMPLES:
@@ -1156,10 +1162,10 @@ def check_operation(
 ) -> Operation | str:
     """Return a model's operation in one form, or the name of the rule that drops it."""
     evidence = str(row.get("evidence") or "")
-    quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
-    if not quoted:
+    quoted = (turn for turn in reversed(batch) if is_said(evidence, turn["query"]))
+    turn = next(quoted, None)  # the newest
+    if not turn:
         return "evidence"
-    turn = quoted[-1]  # the newest
     op = str(row.get("op")).lower()
     if op == "update" and not fact:
         op = "add"
@@ -1221,7 +1227,7 @@ def is_clear(operation: Operation, fact: str) -> bool:
 def unnamed_words(fact: str, query: str) -> set[str]:
     """Return the content words of a fact that the user did not name."""
     named = word_set(query)
-    return {word for word in word_set(fact) if not any(alike(word, n) for n in named)}
+    return {word for word in word_set(fact) if not any_alike([word], named)}
 
 
 def is_rest(text: str, fact: str, query: str) -> bool:
@@ -1322,8 +1328,11 @@ MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
 
 def share_word(a: str, b: str) -> bool:
     """Tell whether two texts share a content word, in any language's endings."""
-    others = word_set(b)
-    return any(alike(word, other) for word in word_set(a) for other in others)
+    return any_alike(word_set(a), word_set(b))
+
+
+def any_alike(words: Iterable[str], others: Collection[str]) -> bool:
+    return any(alike(word, other) for word in words for other in others)
 
 
 def alike(word: str, other: str) -> bool:
