@@ -68,6 +68,8 @@ def split_names(names: Any) -> Any:
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+# Times that only a test changes; other programs may have a variable QUIET.
+NOT_READ = {"ping_after", "unread_limit", "learn_delay", "retry_delay", "quiet"}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Settings(memory.Settings):
         Raises:
             SystemExit: A value is not valid. The message is one line.
         """
-        given: Json = {f.name: environment.get(f.name.upper()) for f in fields(cls)}
+        names = {field.name for field in fields(cls)} - NOT_READ
+        given: Json = {name: environment.get(name.upper()) for name in names}
         try:
             return cls(**{name: text for name, text in given.items() if text})
         except pydantic.ValidationError as error:
@@ -247,7 +250,7 @@ class EventStream:
                 # One write for all that waits takes a chat from 10.7 to 8.2 ms of CPU.
                 while not self.queue.empty():
                     events.append(self.queue.get_nowait())
-                ended = any(event["type"] in ("done", "error") for event in events)
+                ended = events[-1]["type"] in ("done", "error")
                 if content := b"".join(map(encode, events)):
                     yield content
         finally:
@@ -258,8 +261,9 @@ class EventStream:
         while not self.task.done():  # nothing follows `done` or `error`
             silent = time.monotonic() - self.emitted_at
             if silent >= self.ping_after:
-                await self.emit("ping")
                 silent = 0
+                if self.queue.empty():  # else the client has something to read
+                    await self.emit("ping")
             await asyncio.sleep(self.ping_after - silent)
 
 
@@ -351,13 +355,14 @@ class AgentRun:
         if turn:
             shown = map(text_of, self.request.history)
             hints = await turn.hints(self.request.query, shown)
-        if "tools" not in self.request.options:  # a client's own replace ours
+        has_tools = "tools" in self.request.options  # a client's own replace ours
+        if not has_tools:
             self.offer_tools(turn)
         self.body["messages"] = await self.build_prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         told = {"facts": hints.rows(), "pending": pending, "degraded": hints.degraded}
         await self.events.emit("memory", **told)
-        if "tools" in self.request.options:
+        if has_tools:
             self.client_calls = await self.ask_model(None)
         else:
             await self.run_rounds()
@@ -397,22 +402,22 @@ class AgentRun:
         """
         max_rounds, outcome = self.service.settings.max_rounds, self.outcome
         choice: Any = PLAN_CALL if self.request.reasoning_mode else None
-        for number in range(1, max_rounds + 1):
-            if number == max_rounds:
-                choice = "none"
+        answered = False
+        while not answered:
+            is_last = outcome.rounds == max_rounds - 1
+            choice = "none" if is_last else choice
             if calls := await self.ask_model(choice):
                 await self.run_calls(calls)
                 choice = None
             elif self.reply.text.strip() or outcome.finish_reason != "stop":
-                break
+                answered = True
             else:  # silence: weak models answer when they are offered no tool
                 await self.take_back()
-                if choice == "none":
+                answered, choice = choice == "none", "none"
+                if answered:
                     self.reply.text = SORRY
                     await self.emit("token", text=SORRY)
-                    break
-                choice = "none"
-        if number == max_rounds > 1 and outcome.finish_reason == "stop":
+        if is_last and max_rounds > 1 and outcome.finish_reason == "stop":
             outcome.finish_reason = "max_rounds"
 
     async def ask_model(self, choice: Any) -> list[Json]:
@@ -571,6 +576,8 @@ KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
 # The beginning of a tag or of a character, whose rest comes in the next chunk
 HALF = re.compile(r"(</?t?h?i?n?k?|[\ud800-\udbff])\Z")
+# What models write around a call that they write out as text
+AROUND_CALLS = re.compile(r"\A(\s|</?tool_call>|```\w*|\[TOOL_CALLS\])+")
 
 
 class ReplyParser:
@@ -619,11 +626,13 @@ class ReplyParser:
         half = HALF.search(text)
         self.held = half[0] if half else ""
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
-            if part == "<think>" and not self.text:
-                self.thinking = True
+            opens = part == "<think>" and not self.text
             # After a thought and text, a </think> is a word of the answer.
-            elif part == "</think>" and not (self.has_thought and self.text):
-                # The template has opened the thought in the prompt.
+            closes = part == "</think>" and not (self.has_thought and self.text)
+            if opens:
+                self.thinking = True
+            elif closes:
+                # Text before it was a thought that the template opened in the prompt.
                 yield from self.take_back()
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
@@ -679,15 +688,17 @@ class ReplyParser:
         A piece with a name begins another call if its index, id or name differs. So
         does a piece with a new index and an id.
         """
-        found = [] if begun["index"] and begun["id"] else self.calls[-1:]
-        for key in ("id", "index"):
-            same = [call for call in self.calls if call[key] == begun[key] != ""]
-            found = same[-1:] or found
-        for call in found:
-            both = [key for key in begun if begun[key] and call[key]]
-            if not begun["name"] or all(begun[key] == call[key] for key in both):
-                return call
-        return None
+        same: Json = {
+            key: [call for call in self.calls if call[key] == begun[key] != ""]
+            for key in ("index", "id")
+        }
+        is_new = begun["index"] and begun["id"]
+        found = same["index"] or same["id"] or ([] if is_new else self.calls)
+        if not found:
+            return None
+        call = found[-1]
+        differs = any(call[key] and begun[key] not in ("", call[key]) for key in begun)
+        return None if begun["name"] and differs else call
 
 
 def whole_calls(piece: Json) -> list[Json]:
@@ -712,7 +723,11 @@ def unknown_fields(row: Json) -> Json:
 
 
 def add_fields(total: Json, more: Json, nested: bool = False) -> Json:
-    """Join lists, sum numbers, join texts that are not nested, replace other values."""
+    """Add the pieces of a reply, or the usage of a round, to what came before.
+
+    Lists and texts are joined and numbers summed. Texts in nested objects come whole,
+    like other values, and replace the old one.
+    """
     kinds = (list, int, float) if nested else (list, int, float, str)
     for name, value in more.items():
         old: Any = total.get(name)
@@ -734,12 +749,12 @@ def mended(text: str) -> str:
 
 def json_texts(text: str) -> list[str]:
     """Split a text into its JSON values. A text that is no JSON has none."""
-    found, text = [], text.strip()
+    found = []
     try:
-        while text:
+        while text := AROUND_CALLS.sub("", text, 1):
             end = json.JSONDecoder().raw_decode(text)[1]
             found.append(text[:end])
-            text = text[end:].lstrip()
+            text = text[end:]
     except (ValueError, RecursionError):
         return []
     return found
@@ -747,8 +762,6 @@ def json_texts(text: str) -> list[str]:
 
 def calls_in_text(text: str, names: list[str]) -> list[Json]:
     """Return the calls that a whole text consists of, if it does."""
-    # Models put these around a call that they write out.
-    text = re.sub(r"</?tool_call>|```\w*|\[TOOL_CALLS\]", " ", text)
     calls = []
     for value in map(json.loads, json_texts(text)):
         written = value if isinstance(value, dict) else {}
@@ -782,7 +795,10 @@ TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token li
 
 
 def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
-    """Add the settings' fields, where null removes one, and a client's own."""
+    """Return a body with the settings' fields and, in their place, a client's own.
+
+    A null in the settings removes the field of all three.
+    """
     body = body | extra | (own or {})
     removed = [name for name, value in extra.items() if value is None]
     return {name: value for name, value in body.items() if name not in removed}
@@ -931,7 +947,9 @@ def error_sentence(body: Any, key: str = "") -> str:
     """Return an endpoint's own sentence about an error, without keys."""
     if isinstance(body, dict):
         body = body.get("message") or body.get("detail")
-    sentence = str(body or "").replace(key or "EMPTY", "[removed]")
+    sentence = str(body or "")
+    if key:
+        sentence = sentence.replace(key, "[removed]")
     return memory.one_line(memory.redact(sentence))[:300]
 
 
@@ -1184,14 +1202,6 @@ async def models(service: TheService) -> Json:
     return {"object": "list", "data": [row | {"created": 0, "owned_by": "chat"}]}
 
 
-@router.get("/v1/models/{id:path}")
-async def model(id: str, service: TheService) -> Json:
-    [row] = (await models(service))["data"]
-    if id != row["id"]:
-        raise HTTPException(404, f"The only model is {row['id']}.")
-    return row
-
-
 @router.post("/v1/chat/completions")
 async def completions(
     request: Request, body: CompletionRequest, service: TheService
@@ -1250,21 +1260,27 @@ class CompletionWriter:
 
     def encode(self, event: Json) -> bytes:
         """Return an event's bytes, or raise a Failure if nothing was sent before it."""
-        type = event["type"]
-        failure = self.run.events.failure
-        if type == "error" and failure:
-            if not self.begun:
-                raise failure
-            return sse_event(openai_error(failure))
-        if type == "done":
-            reason = event["finish_reason"].replace("max_rounds", "stop")
-            write = self.last_chunks if self.body.stream else self.completion
-            return write(reason, event["usage"])
-        # A stream cannot take text back, so a blank line follows a thought.
-        contents = {"token": event.get("text"), "thought": "\n\n", "ping": ""}
-        if not self.body.stream or type not in {"passed_on", *contents}:
-            return b""
-        return self.chunk(event.get("choice") or {"delta": {"content": contents[type]}})
+        choice: Json = {}
+        match event["type"]:
+            case "error":
+                failure = self.run.events.failure
+                assert failure
+                if not self.begun:
+                    raise failure
+                return sse_event(openai_error(failure))
+            case "done":
+                reason = event["finish_reason"].replace("max_rounds", "stop")
+                write = self.last_chunks if self.body.stream else self.completion
+                return write(reason, event["usage"])
+            case "token":
+                choice = {"delta": {"content": event["text"]}}
+            case "thought":  # a stream cannot take text back, so a blank line follows
+                choice = {"delta": {"content": "\n\n"}}
+            case "ping":
+                choice = {"delta": {"content": ""}}
+            case "passed_on":
+                choice = event["choice"]
+        return self.chunk(choice) if self.body.stream and choice else b""
 
     def completion(self, finish_reason: str, usage: Json | None) -> bytes:
         reply, calls = self.run.reply, self.run.client_calls

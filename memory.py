@@ -91,7 +91,7 @@ class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
     history_turns: PositiveInt = 6  # verbatim turns that a summary leaves
-    summaries: NonNegativeInt = 1  # 0: old turns are dropped, not summarized
+    summaries: bool = True  # False: old turns are dropped, not summarized
     max_facts: PositiveInt = 2000  # per user
     learn_concurrency: PositiveInt = 4  # users learned from at the same time
     embedding_timeout: Seconds = 2.0  # before a first token
@@ -367,12 +367,21 @@ class Memory:
         if not missing:
             return
         rest = iter(missing.items())
-        with self.optional("embeddings"):
-            while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
-                await user.add_vectors(file, await self.embed_documents(texts))
+        while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
+            vectors = None
+            with self.optional("embeddings"):
+                vectors = await self.embed_documents(texts)
+            if vectors is None:
+                return
+            with self.optional("storage"):
+                await user.add_vectors(file, vectors)
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
-        """Return the vectors of texts, except of those that the endpoint refuses."""
+        """Return the vectors of texts, except of those that the endpoint refuses.
+
+        Raises:
+            RequestRefused: It refuses all of several texts.
+        """
         assert self.embed
         prefix = self.settings.embedding_document_prefix
         documents = [prefix + cut_middle(texts[id], EMBEDDED_BYTES) for id in texts]
@@ -385,6 +394,8 @@ class Memory:
                 # 1,500 digits are 1,500 tokens, more than most models take.
                 [vector] = await self.embed([cut(document, 500)])
                 alone[id] = unit_vector(vector)
+        if not alone and len(texts) > 1:
+            raise RequestRefused("every text is refused")
         return alone
 
     @contextmanager
@@ -459,6 +470,7 @@ def all_fit(facts: ScoredFacts, budget: int) -> bool:
 
 
 def count_that_fit(texts: Iterable[str], budget: int) -> int:
+    """Return how many texts, from the first, take at most `budget` tokens together."""
     return sum(n <= budget for n in itertools.accumulate(map(count_tokens, texts)))
 
 
@@ -516,7 +528,7 @@ class Turn:
         shown = {*shown} or {row["query"] for row in self.repeated}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
-        lines = [one_line(redact(cut_middle(query, 2000))) for query in new[:MOST_SAID]]
+        lines = [one_line(cut_redacted(query, 2000)) for query in new[:MOST_SAID]]
         # 200 Chinese letters may be too many. A token is counted as 3 bytes, so as many
         # bytes as the hints have tokens are a third of the hints.
         max_bytes = max(0, self.memory.settings.hint_tokens - 3)
@@ -790,28 +802,35 @@ class Learner:
         room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
         prompt = learning_prompt(int(room * EXAMPLES_SHARE) // part)
         budget = (room - prompt_tokens(prompt)) // part
-        shown: list[Any] = [*record.facts.values()]
-        if len(shown) > SHOWN_FACTS or not all_fit(shown, budget // 5):
-            queries = "\n".join(turn["query"] for turn in batch)
-            vector = await self.memory.query_vector(queries)
-            # Not strict, because a fact may be meant without a common word.
-            shown = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
-            shown = facts_that_fit(shown, budget // 5)
+        shown = await self.facts_to_show(user, record, batch, budget // 5)
         request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
         in_thread = self.memory.locks.in_thread
         passed, dropped = await in_thread(check_operations, proposed, shown, batch)
+        facts = {fact["id"]: fact for fact in shown}
         operations = []
         for operation in passed:
-            fact = record.facts.get(operation.id)
-            confirmed = await self.confirm_change(operation, fact)
+            confirmed = await self.confirm_change(operation, facts.get(operation.id))
             operations += confirmed
             dropped += [] if confirmed else ["still true"]
         for rule in dropped:
             log.info("an operation was dropped by the rule: %s", rule)
         self.memory.dropped += len(dropped)
         return operations
+
+    async def facts_to_show(
+        self, user: "User", record: "UserRecord", batch: UnlearnedTurns, budget: int
+    ) -> list[Any]:
+        """Return the facts that the turns may change, of at most `budget` tokens."""
+        facts: list[Any] = [*record.facts.values()]
+        if len(facts) <= SHOWN_FACTS and all_fit(facts, budget):
+            return facts
+        queries = "\n".join(turn["query"] for turn in batch)
+        vector = await self.memory.query_vector(queries)
+        # Not strict, because a fact may be meant without a common word.
+        nearest = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
+        return facts_that_fit(nearest, budget)
 
     async def confirm_change(
         self, operation: "Operation", fact: Fact | None
@@ -844,7 +863,7 @@ class Learner:
 
     async def still_true(self, fact: str, query: str) -> str | None:
         """Ask the model what is still true of a fact after a message. None: nothing."""
-        question = {"fact": fact, "message": cut_middle(redact(query), 500)}
+        question = {"fact": fact, "message": cut_redacted(query, 500)}
         prompt = [*still_true_prompt(), as_message("user", question)]
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
         left = await self.ask(prompt, schema, "left", (str, type(None)))
@@ -865,7 +884,7 @@ class Learner:
         keep = self.settings.history_turns
         max_bytes = self.memory.limits().context_tokens // 2  # a sixth of the context
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
-        more = self.settings.summaries > 0
+        more = self.settings.summaries
         while more:
             transcript = await user.read_session(session_id)
             old: list[Any] = transcript.verbatim()[:-keep]
@@ -1026,8 +1045,8 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
     for row in batch:
-        query = redact(cut_middle(row["query"], query_bytes))
-        response = redact(cut(row["response"], response_bytes))
+        query = cut_redacted(row["query"], query_bytes)
+        response = cut(redact(cut(row["response"], MAX_READ)), response_bytes)
         # A weak model learns from an echo or from JSON as if the user had said it.
         is_echo = alphanumerics(response) == alphanumerics(query)
         if is_echo or re.match(r"\s*(```\w*)?\s*[{\[]", response):
@@ -1107,7 +1126,7 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
 # what the model proposes by a tool.
 
 MAX_FACT_CHARS = 160
-MAX_READ = 32_000  # bytes of a message that are compared with a quote
+MAX_READ = 32_000  # bytes of a message; the middle of a longer one is not read
 INSTRUCTION = re.compile(r"""(?xi)
 \b(?:ignore|disregard|forget|override|bypass)\b.{0,30}
   \b(?:previous|prior|above|all|your|system|safety)\b.{0,20}
@@ -1251,7 +1270,7 @@ def forbidden(text: str) -> str:
 
 # --- Secrets ---
 
-PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bp(?:ass|wd?)\b|seed\ phrase
+PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpass(?=[:=])|\bpwd?\b|seed\ phrase
 |kennwort|mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]
 |パスワード|비밀번호\w?|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
 CODE = r"""(?:(?<!area\ )(?<!zip\ )(?<!error\ )(?<!status\ )\bcodes?
@@ -1281,6 +1300,12 @@ def redact(text: str) -> str:
     """Replace each secret in a text by "[removed]"."""
     text = CARD.sub(lambda match: "[removed]" if is_card(match[0]) else match[0], text)
     return SECRET.sub("[removed]", text)
+
+
+def cut_redacted(text: str, size: int) -> str:
+    """Return a text without secrets: all of it, or `size` bytes of its two ends."""
+    # If it were cut first, half of a secret could remain.
+    return cut_middle(redact(cut_middle(text, MAX_READ)), size)
 
 
 def is_card(number: str) -> bool:
@@ -1455,28 +1480,29 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Let Mem0 add, update or delete. If a fact is said again, only count it."""
-        id, facts = operation.id, self.record.facts
+        id, text = operation.id, operation.text
         new: Row = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": operation.source, "last_seen_at": operation.at}
-        duplicate = find_duplicate(facts, operation.text)  # none for a delete
+        duplicate = find_duplicate(self.record.facts, text)  # none for a delete
         if duplicate and duplicate["id"] != id:
-            if duplicate["source"] != operation.source:
-                # Not through Mem0, because that would be a row of history.
-                seen = max(duplicate["last_seen_at"], operation.at)
-                again: Any = {
-                    "frequency": duplicate["frequency"] + 1,
-                    "last_seen_at": seen,
-                }
-                facts[duplicate["id"]] = duplicate | again
+            self.count_again(duplicate, operation)
             if id:  # now it says the same as another fact
                 self.mem0.delete(id)
         elif operation.op == "delete":
             self.mem0.delete(id)
         elif id:
-            self.mem0.update(id, operation.text, metadata=new)
+            self.mem0.update(id, text, metadata=new)
         else:
             new |= {"frequency": 1, "created_at": operation.at}
-            self.mem0.add(operation.text, user_id="user", infer=False, metadata=new)
+            self.mem0.add(text, user_id="user", infer=False, metadata=new)
+
+    def count_again(self, fact: Fact, operation: Operation) -> None:
+        """Count that a fact was said again, unless in the same turn."""
+        # Not through Mem0, because that would be a row of history.
+        if fact["source"] != operation.source:
+            seen = max(fact["last_seen_at"], operation.at)
+            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
+            self.record.facts[fact["id"]] = fact | again
 
     def evict(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
@@ -1631,7 +1657,6 @@ class Index:
         """Return the scores, below 1, and the keys of the k best entries."""
         size, terms = len(self.entries), query_terms(query)
         chance = math.sqrt(2 * math.log(max(2, size)))
-        least = -math.inf
         meaning = self.meaning_scores(vector)
         words = self.word_scores(terms, HIT if strict else BM25)
         if strict:
@@ -1642,13 +1667,11 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
             evidence = meaning + RARE_WORD * words / math.log(size + 2)
+        kept = evidence != 0  # else neither a vector nor a word matches
         if strict and size >= FEW:
             best = evidence.max()
-            least = max(LEAST * chance, best - chance)
-            if best < LEAST_BEST * chance:
-                return []
-        # If the evidence is zero, neither a vector nor a word matches.
-        kept = (evidence != 0) & (evidence >= least)
+            kept &= evidence >= max(LEAST * chance, best - chance)
+            kept &= best >= LEAST_BEST * chance
         order = np.lexsort((-meaning, -evidence))
         scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
         return [(scores[n], self.entries[n].key) for n in order[kept[order]][:k]]
@@ -1832,11 +1855,12 @@ class UserFiles:
         self, file: str, pattern: str, record: UserRecord | None = None
     ) -> None:
         """Delete files, and the vectors whose entries are gone then."""
-        # After a kill something must be left, so that the deletion can be repeated. So
-        # vectors go first, and a marker goes last: ".unlearned" sorts after ".json".
+        # After a kill something must be left, so that the deletion can be repeated: the
+        # vectors go first, a marker last.
         vectors = self.vectors(file)
-        rest = sorted(self.folder.glob(pattern))
-        for path in [*self.folder.glob(f"*{file}*"), *rest]:
+        texts = [*self.folder.glob(pattern)]
+        texts.sort(key=lambda path: path.suffix == ".unlearned")
+        for path in [*self.folder.glob(f"*{file}*"), *texts]:
             path.unlink()
         sync_folder(self.folder)
         if record:

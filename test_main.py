@@ -51,8 +51,8 @@ import tools
 MONDAY = "00000000-0000-0000-0000-000000000001"  # the ids of two sessions
 TUESDAY = "00000000-0000-0000-0000-000000000002"
 HELLO = {"user_id": "ann", "session_id": MONDAY, "message": "Hello"}
-CITIES = "Lisbon Cairo Oslo Quito Hanoi Nairobi Turin Lima Seoul Perth Riga Baku"
-VISITS = [f"User visited {city}." for city in CITIES.split()]
+CITIES = ["Lisbon", "Cairo", "Oslo", "Quito", "Hanoi", "Lima", "Seoul", "Perth", "Riga"]
+VISITS = [f"User visited {city}." for city in CITIES]
 BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
 SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
 KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
@@ -437,11 +437,15 @@ async def say(opened, query, response="Noted.", user="ann", session=MONDAY):
     return hints
 
 
+async def say_and_learn(opened, *said, **place):
+    await say(opened, *said, **place)
+    await opened.idle()
+
+
 async def teach(opened, learner, *facts, session=MONDAY, **fields):
     """Let Ann state facts, which are learned as they are."""
     learner.operations.append([add(fact, fact, **fields) for fact in facts])
-    await say(opened, " ".join(facts), session=session)
-    await opened.idle()
+    await say_and_learn(opened, " ".join(facts), session=session)
 
 
 async def facts_of(opened, user="ann", **query):
@@ -494,13 +498,13 @@ def test_what_was_just_said_is_known_before_it_is_learned(chat, model):
 
 
 def test_what_has_ended_is_forgotten_and_the_rest_stays(chat, model):
-    both, said = "User uses Shram and Magnet.", "I don't use Magnet anymore"
-    model.operations = [[add(both, "I use Shram and Magnet")], [delete(0, said)]]
-    model.left = {both: "User uses Shram."}
+    ended = [delete(0, NOT_MAGNET)]
+    model.operations = [[add(BOTH, "I use Shram and Magnet")], ended]
+    model.left = {BOTH: SHRAM}
     chat.ask("I use Shram and Magnet.")
-    assert chat.facts() == [both]
-    chat.ask(said)
-    assert chat.facts() == ["User uses Shram."]
+    assert chat.facts() == [BOTH]
+    chat.ask(NOT_MAGNET)
+    assert chat.facts() == [SHRAM]
 
 
 def test_two_users_share_nothing(chat, model, tea):
@@ -610,14 +614,6 @@ def test_silence_is_broken_by_pings(start, model):
     assert last["response"] == "Hello."
 
 
-async def test_a_stream_ends_although_a_ping_stands_behind_its_end():
-    events = main.EventStream(main.Settings())
-    events.task = asyncio.create_task(asyncio.sleep(0))
-    await events.emit("done")
-    await events.emit("ping")
-    assert len([line async for line in events.read(main.encode_line)]) == 1
-
-
 def test_lines_are_ascii_and_no_proxy_keeps_them_back(chat, model):
     model.answers = [reply("Grüße 😀\u2028")]
     response = chat.http.post("/chat", json=HELLO)
@@ -713,7 +709,6 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
 
 
 def more(index, arguments):
-    """Return a delta with more of a call's arguments."""
     return call(index, None, None, arguments)
 
 
@@ -761,6 +756,7 @@ ONE_CHOICE = {"message": call(0, "a", NAME, ONE), "finish_reason": "tool_calls"}
     ("a name with a mark", [call(0, "a", "calculate<|channel|>json", ONE), "stop"]),
     ("one whole completion", JSONResponse({"choices": [ONE_CHOICE]})),
     ("as text", reply("```json\n", WRITTEN, "\n```")),
+    ("marked text", reply("<tool_call>", WRITTEN, "</tool_call>")),
 )
 def test_a_call_is_run_however_it_is_sent(chat, model, answer):
     model.answers = [answer, reply("5.")]
@@ -918,9 +914,9 @@ def test_vectors_are_read_however_they_are_sent(start, model, as_sent):
         return {"data": data} if data else fails(400, "batch size is invalid")
 
     options = {"embedding_model": "any", "embedding_timeout": 20, "hint_tokens": 1}
-    model.operations = [[add(visit, visit[13:-1]) for visit in VISITS]]
+    model.operations = [[add(visit, city) for visit, city in zip(VISITS, CITIES)]]
     with serve(app) as url, start(**options, embedding_base_url=f"{url}/v1") as chat:
-        chat.ask(CITIES)
+        chat.ask(" ".join(CITIES))
         found = {"query": "I visited Peru", "k": 1}
         wait_until(lambda: chat.facts(**found) == ["User visited Lima."])
         assert chat.health()["degraded"] == {}
@@ -959,14 +955,13 @@ def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatc
     both = [call(0, "a", "first", "{}"), call(1, "b", "second", "{}"), "tool_calls"]
     model.answers = [both, reply("Done.")]
     chat.ask("Go!")
-
     results = model.requests[1]["messages"][-2:]
     assert [result["content"] for result in results] == ["true", "null"]
 
 
 @cases(
     "answer, arguments, told",  # the call, its arguments as they go back, the error
-    ("not offered", tool_call("plan"), {}, "there is no tool 'plan'"),
+    ("not offered", tool_call("plan"), {}, "no tool 'plan' in calculate, current_"),
     ("wrong argument", tool_call(NAME, sum=1), {"sum": 1}, "sum"),
     ("it fails", tool_call(NAME, expression="1/0"), {"expression": "1/0"}, "Error"),
     ("no JSON", [call(0, "a", NAME, '{"expression": "1+'), "stop"], {}, "JSON"),
@@ -1078,11 +1073,6 @@ def test_wrong_arguments_are_all_named():
     assert not ok and "title: Missing required argument; page: Input should be" in text
     assert text.endswith("; feet: Unexpected keyword argument")
     assert "a JSON object" in run_tool(show, None)[1]
-
-
-def test_an_unknown_tool_is_answered_with_the_names_of_all():
-    ok, text = asyncio.run(tools.call_tool(tools.TOOLS, "x" * 9_999, {}, 5))
-    assert not ok and text.endswith("xx in calculate, current_time, convert_units.")
 
 
 @cases(
@@ -1198,9 +1188,8 @@ def test_the_demo_prints_what_the_page_shows(model, tmp_path):
 
 
 def test_the_page_names_every_setting_and_the_command_of_the_tests():
-    names = {field.upper() for field in main.Settings.__dataclass_fields__}
-    hidden = {"PING_AFTER", "UNREAD_LIMIT", "LEARN_DELAY", "RETRY_DELAY", "QUIET"}
-    assert {name for name in names - hidden if f"`{name}`" not in PAGE} == set()
+    names = main.Settings.__dataclass_fields__.keys() - main.NOT_READ
+    assert {name for name in names if f"`{name.upper()}`" not in PAGE} == set()
     assert "python -m pytest" in PAGE
     assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
 
@@ -1226,7 +1215,7 @@ def test_a_bad_setting_ends_the_start_with_one_line(name, value):
 
 def test_settings_are_read_from_the_environment_by_their_upper_case_names():
     environment = {"HINT_TOKENS": "0", "TOOL_TIMEOUT": "2.5", "DATA_DIR": "/tmp/here"}
-    environment |= {"ALLOWED_HOSTS": "a.example, b.example", "UNKNOWN": "1"}
+    environment |= {"ALLOWED_HOSTS": "a.example, b.example", "QUIET": "of another"}
     settings = main.Settings.read(environment)
     assert (settings.hint_tokens, settings.tool_timeout) == (0, 2.5)
     assert settings.data_dir == Path("/tmp/here")
@@ -1280,20 +1269,15 @@ def test_a_fact_is_listed_with_all_its_fields_and_has_a_history(chat, tea):
     assert row == known | {"new_memory": "User likes tea."}
 
 
-def test_sessions_are_listed(chat):
-    chat.ask("One")
+def test_sessions_are_listed_latest_first_and_read_with_their_turns(chat):
+    chat.ask("One", session=TUESDAY)
     chat.ask("Two")
-    chat.ask("Three", session=TUESDAY)
-    rows = chat.http.get("/users/ann/sessions").json()["sessions"]
-    monday, tuesday = sorted(rows, key=lambda row: row["session_id"])
-    last = chat.turns()[1]["ended_at"]
+    chat.ask("Three")
+    monday, tuesday = chat.http.get("/users/ann/sessions").json()["sessions"]
+    session = chat.http.get(f"/users/ann/sessions/{MONDAY}").json()
+    last = session["turns"][1]["ended_at"]
     assert monday == {"session_id": MONDAY, "turns": 2, "updated_at": last}
     assert (tuesday["session_id"], tuesday["turns"]) == (TUESDAY, 1)
-
-
-def test_a_session_is_read_with_its_turns(chat):
-    chat.ask("I like tea.")
-    session = chat.http.get(f"/users/ann/sessions/{MONDAY}").json()
     assert session == {"session_id": MONDAY, "summary": "", "turns": chat.turns()}
     known = {"turn", "query", "response", "status", "reasoning_mode", "rounds", "tools"}
     assert session["turns"][0].keys() == known | {"started_at", "ended_at"}
@@ -1340,7 +1324,8 @@ def files_with(folder, *texts):
     return sorted(set(found))
 
 
-SPOKEN = ["I like saffron", "I like dill", "I like rue"]
+SPICES = ["saffron", "dill", "rue"]
+SPOKEN = [f"I like {spice}" for spice in SPICES]
 
 
 @cases(
@@ -1352,7 +1337,7 @@ SPOKEN = ["I like saffron", "I like dill", "I like rue"]
 )
 def test_a_delete_leaves_no_byte(start, model, path, gone, left, again):
     options = {"history_turns": 1, "hint_tokens": 0, "quiet": 0.05}
-    model.operations = [[add(f"User likes {said[7:]}.", said)] for said in SPOKEN]
+    model.operations = [[add(f"User likes {spice}.", spice)] for spice in SPICES]
     model.summaries = ["Of saffron."] * 2
     with start(**options, embedding_model="bag") as chat:
         for said in SPOKEN:
@@ -1363,10 +1348,8 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, left, again):
         for file in list((chat.folder / "ann").iterdir()):  # as crashes and damage do
             shutil.copy(file, file.with_name(f".{file.name}.tmp"))
             shutil.copy(file, file.with_name(f"{file.name}.corrupt-17"))
-
         path = "/users/ann" + path.format(id=id)
         response = chat.http.delete(path)
-
         assert (response.status_code, response.content) == (204, b"")
         assert files_with(chat.folder, *[text.format(id=id) for text in gone]) == []
         assert len(chat.facts()) == left
@@ -1451,8 +1434,7 @@ def test_the_schema_of_operations_names_only_the_facts_shown(facts, ids):
 
 async def test_learning_asks_what_a_turn_changes_in_the_facts(opened, learner):
     await teach(opened, learner, "User plays chess.")
-    await say(opened, "And I swim", "Nice!")
-    await opened.idle()
+    await say_and_learn(opened, "And I swim", "Nice!")
     asked = question(learner.learnings[-1])
     [turn] = asked["turns"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", asked["today"])
@@ -1466,8 +1448,7 @@ async def test_each_change_of_a_fact_is_history(opened, learner):
     await teach(opened, learner, lyon)
     learner.operations = [[update(0, paris, moved)], [delete(0, left)]]
     for query in (moved, left):
-        await say(opened, query)
-        await opened.idle()
+        await say_and_learn(opened, query)
     rows = (await opened.user("ann").read())[0].history
     assert [row["event"] for row in rows] == ["ADD", "UPDATE", "DELETE"]
     assert [row["old_memory"] for row in rows] == [None, lyon, paris]
@@ -1557,8 +1538,7 @@ async def test_after_a_bad_answer_turns_are_learned_one_by_one(opened, learner):
         learner.operations = ["no JSON", [add("User likes tea.", "I like tea")]]
         for query in ("I like tea", "I like jazz", "I like wine"):
             await say(opened, query)
-    facts = await facts_of(opened)
-    assert facts == ["User likes tea."]
+    assert await facts_of(opened) == ["User likes tea."]
     assert [len(queries(body)) for body in learner.learnings[1:3]] == [3, 1]
     assert (opened.given_up, opened.degraded) == (0, {})
 
@@ -1576,8 +1556,7 @@ async def test_a_turn_that_is_refused_is_cut_shorter(opened, learner):
 
 async def test_a_turn_that_fails_three_times_is_given_up(opened, learner):
     learner.operations = ["no JSON"] * 3
-    await say(opened, "I like tea")
-    await opened.idle()
+    await say_and_learn(opened, "I like tea")
     await teach(opened, learner, "User likes jazz.")
     assert opened.given_up == 1
     assert await facts_of(opened) == ["User likes jazz."]
@@ -1585,8 +1564,7 @@ async def test_a_turn_that_fails_three_times_is_given_up(opened, learner):
 
 async def test_each_pause_after_a_failure_is_twice_as_long(opened, learner, caplog):
     learner.operations = [ConnectionError()] * 3
-    await say(opened, "I ski")
-    await opened.idle()
+    await say_and_learn(opened, "I ski")
     pauses = re.findall(r"learning waits (\S+) s", caplog.text)
     assert pauses == ["0.01", "0.02", "0.04"]
 
@@ -1602,8 +1580,7 @@ async def test_a_user_whom_another_process_learns_from_waits(opened, learner):
 async def test_of_many_facts_those_nearest_to_the_message_are_shown(opened, learner):
     notes = [f"User keeps note {n} of the list." for n in range(220)]
     await teach(opened, learner, *notes, "User drives a Volvo.", kind="episodic")
-    await say(opened, "I sold my Volvo")
-    await opened.idle()
+    await say_and_learn(opened, "I sold my Volvo")
     shown = texts(question(learner.learnings[-1])["facts"])
     assert "User drives a Volvo." in shown
     assert len(shown) <= 200
@@ -1698,6 +1675,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
         "User's PIN is 1984",
         "User's password's hunter2",
         "User's password for mail is Tr0ub4dor",
+        "User's login is ann, pass: hunter2",
         "User's verification code is 482 913",
         "Das Passwort des Nutzers lautet Sommer2026!",
         "La contraseña del usuario es gato123",
@@ -1726,6 +1704,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
         "User changed their password in 2024.",
         "User's Rust code has 3000 lines.",
         "User's postcode is 75011.",
+        "User's ski pass is valid until May.",
         "User pins 2500 posters a year.",
         "User's phone is +49 170 1234567.",
         "User got a tan on flight BA2490.",
@@ -1739,6 +1718,12 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
 @pytest.mark.parametrize("why, text", [(why, t) for why in RULES for t in RULES[why]])
 def test_a_text_that_breaks_no_rule_may_be_a_fact(why, text):
     assert memory.forbidden(text) == why
+
+
+def test_half_of_a_secret_does_not_remain_where_a_text_is_cut():
+    text = "ski " * 121 + "pw: 12345678 " + "ski " * 500
+    assert "12" in memory.cut_middle(text, 1000)
+    assert "12" not in memory.cut_redacted(text, 1000)
 
 
 @cases(
@@ -1867,22 +1852,11 @@ async def test_a_clear_change_is_not_asked_about(opened, learner, fact, found, k
     assert learner.asked == []
 
 
-async def test_the_user_may_have_everything_forgotten(opened, learner):
-    known = ["User likes tea.", "User likes golf.", "User likes Bach."]
-    await teach(opened, learner, *known)
-    learner.left = dict.fromkeys(known)
-    query = "Please forget everything you know about me."
-    learner.operations = [[delete(number, query) for number in range(3)]]
-    await say(opened, query)
-    assert await facts_of(opened) == []
-
-
 async def test_one_fact_may_be_deleted_and_updated_in_one_answer(opened, learner):
     query = "I have a cat, and no dog"
     await teach(opened, learner, DOG)
     learner.operations = [[delete(0, query), update(0, "User has a cat.", query)]]
-    await say(opened, query)
-    await opened.idle()
+    await say_and_learn(opened, query)
     assert DOG not in await facts_of(opened)
     assert len(learner.learnings) == 2
 
@@ -1926,7 +1900,6 @@ async def test_what_waits_is_told_newest_first_to_other_sessions(opened, learner
 @cases(
     "query, told",
     ("a secret", "My PIN is 4711, I ski", "My [removed], I ski"),
-    ("lines", "I ski\n- and swim", "I ski - and swim"),
     ("200 characters", "ski " * 100, ("ski " * 50).strip()),
 )
 async def test_what_waits_is_told_without_secrets(opened, learner, query, told):
@@ -2001,7 +1974,7 @@ async def test_a_faded_fact_is_neither_told_nor_found_but_stays(learner, tmp_pat
 
 # --- Search ---
 
-FOUND = {  # a query, and the one fact that has a word of it
+FOUND = {  # a query, and the only fact that has a word of it
     "English": ("What did I see in Cairo?", "User visited Cairo."),
     "a number": ("What happened in 2007?", "User was born in 2007."),
     "French": ("mon école", "L'utilisateur aime son école."),
@@ -2017,11 +1990,7 @@ FOUND = {  # a query, and the one fact that has a word of it
 async def test_a_fact_is_found_in_any_language(opened, learner, query, fact):
     await teach(opened, learner, *VISITS, *dict(FOUND.values()).values())
     assert await facts_of(opened, query=query) == [fact]
-
-
-async def test_no_fact_is_found_where_none_is_relevant(opened, learner):
-    await teach(opened, learner, *VISITS)
-    assert await facts_of(opened, query="What is the square root of two?") == []
+    assert await facts_of(opened, query="Where is the square root of two?") == []
 
 
 @pytest.mark.parametrize("query", ['"', "AND", "NEAR(x)", "*", "b:\0", "日"])
@@ -2030,22 +1999,24 @@ async def test_no_query_breaks_the_search(opened, learner, query):
     assert set(await facts_of(opened, query=query)) <= set(VISITS)
 
 
-@cases(
-    "damage",
-    ("cut", lambda content: content[:50]),
-    ("one bit is wrong", lambda content: content[:-50] + b"\0" + content[-49:]),
-)
-async def test_lost_vectors_are_made_again(learner, tmp_path, damage):
+async def test_vectors_that_are_damaged_are_made_again(learner, tmp_path):
     file = tmp_path / "ann" / "memory.faiss"
     async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
         await teach(opened, learner, *VISITS)
     whole = file.read_bytes()
-    file.write_bytes(damage(whole))
+    file.write_bytes(whole[:-50] + b"\0" + whole[-49:])
     learner.embedded.clear()
     async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
         await opened.idle()
     assert sorted(chain(*learner.embedded)) == sorted(VISITS)
     assert len(file.read_bytes()) == len(whole)
+
+
+async def test_vectors_that_cannot_be_written_degrade_storage(learner, tmp_path):
+    (tmp_path / "ann" / ".turns.faiss.tmp").mkdir(parents=True)  # in their way
+    async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
+        await say_and_learn(opened, "I ski")
+        assert opened.degraded.keys() == {"storage"}
 
 
 async def test_another_embedding_model_makes_all_vectors_again(learner, tmp_path):
@@ -2062,16 +2033,19 @@ async def test_another_embedding_model_makes_all_vectors_again(learner, tmp_path
     assert len(again) == len(list(chain(*learner.embedded)))
 
 
-async def test_a_text_without_a_vector_holds_up_no_other(learner, tmp_path):
+@pytest.mark.parametrize("refused, degraded", [("Cairo", False), ("", True)])
+async def test_only_texts_that_are_refused_lack_a_vector(tmp_path, refused, degraded):
     async def embed(texts):
-        if any("Cairo" in text for text in texts):
+        if any(refused in text for text in texts):
             raise memory.RequestRefused
         return await learner.embed(texts)
 
+    learner = ScriptedLearner()
     async with open_memory(tmp_path, learner, embed=embed) as opened:
         await teach(opened, learner, *VISITS)
         await opened.idle()
-    others = {fact for fact in VISITS if "Cairo" not in fact}
+        assert ("embeddings" in opened.degraded) == degraded
+    others = {fact for fact in VISITS if refused not in fact}
     assert others <= set(chain(*learner.embedded))
 
 
@@ -2266,13 +2240,11 @@ async def test_what_is_not_written_stays_as_it_was(opened, tmp_path, monkeypatch
     def files(pattern):
         return {path: path.read_bytes() for path in tmp_path.rglob(pattern)}
 
-    await say(opened, "I like tea")
-    await opened.idle()
+    await say_and_learn(opened, "I like tea")
     before = files("*.json")
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(os, name, Mock(side_effect=OSError("the disk is full")))
         await say(opened, "I like jazz")
-
     assert "storage" in opened.degraded
     assert (files("*.json"), files("*.tmp")) == (before, {})
     await say(opened, "I like jazz")
@@ -2320,8 +2292,7 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
         learner = ScriptedLearner()
         async with open_memory(folder, learner, embed=learner.embed) as opened:
             await say(opened, "I like w8", session=MONDAY)
-            await say(opened, "I like w9", session=TUESDAY)
-            await opened.idle()
+            await say_and_learn(opened, "I like w9", session=TUESDAY)
             await opened.facts("ann", "w1")
             assert len(await opened.user("ann").list_sessions()) == 2
 
@@ -2330,7 +2301,6 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
         path = folder / "ann" / file
         path.write_bytes(damaged := damage(path.read_bytes(), change, place))
         asyncio.run(go_on(folder))
-
         aside = [path.read_bytes() for path in folder.glob("ann/*.corrupt-*")]
         assert aside in ([], [damaged])
         turns = json.loads((folder / "ann" / f"{MONDAY}.json").read_text())["turns"]
@@ -2424,7 +2394,6 @@ def normal_name(name):
 @hypothesis.given(st.tuples(NAMES, NAMES))
 @hypothesis.example(("ann", "Ann"))
 @hypothesis.example(("é", "e\u0301"))
-@hypothesis.example(("a" * 128, "%2e%2e%2f"))
 @hypothesis.example(("ann~17239b6e250110330eda64a29c610bf1", "Ann"))
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):
@@ -2434,18 +2403,6 @@ def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):
     assert len(folders) == len(known)
     for folder in folders:
         assert re.fullmatch(r"[a-z0-9_-]{1,64}|[a-z0-9-]*~[0-9a-f]{32}", folder)
-
-
-async def test_a_marker_without_turns_doubles_nothing(learner, tmp_path):
-    async with open_memory(tmp_path, learner) as opened:
-        await teach(opened, learner, "User likes tea.")
-    for session in (MONDAY, TUESDAY):
-        (tmp_path / "ann" / f"{session}.unlearned").touch()
-    async with open_memory(tmp_path, learner) as opened:
-        assert await facts_of(opened) == ["User likes tea."]
-
-    assert len(learner.learnings) == 1
-    assert list(tmp_path.glob("ann/*.unlearned")) == []
 
 
 async def test_a_turn_is_saved_though_it_is_cancelled_twice(opened, tmp_path):
@@ -2504,15 +2461,6 @@ async def test_a_turn_does_not_return_if_deleted(opened, tmp_path, turns, delete
     assert len(await opened.user("ann").list_sessions()) == 1
 
 
-async def test_a_turn_that_is_saved_again_stands_once(opened):
-    async with opened.turn("ann", MONDAY) as turn:
-        await turn.save("Hi!", "Hello.")
-        with pytest.raises(memory.NotFound):
-            await turn.save("Hi!", "Hello.", status="interrupted")
-    transcript = await opened.user("ann").read_session(MONDAY)
-    assert [row["status"] for row in transcript.turns] == ["complete"]
-
-
 @pytest.mark.parametrize("pattern", ["*.json", f"{MONDAY}.*", "memory.*"])
 async def test_a_session_half_deleted_goes_on(learner, tmp_path, pattern):
     async with open_memory(tmp_path, learner) as opened:
@@ -2541,7 +2489,6 @@ async def test_a_lock_is_held_until_its_thread_has_ended(opened):
         assert not second.done()
     go_on.set()
     await second
-
     assert holder.cancelled()
 
 
@@ -2595,6 +2542,7 @@ def test_openais_client_gets_memory_by_its_base_url(chat, model):
     assert [turn["query"] for turn in chat.turns()] == ["I like tea."]
     assert chat.facts() == ["User likes tea."]
     assert model.requests[0]["model"] == model.learnings[0]["model"] == "test-model"
+    assert [row.id for row in client.models.list()] == ["test-model"]
 
 
 def test_our_own_tools_run_unseen(chat, model):
@@ -2785,12 +2733,6 @@ def test_a_long_history_keeps_no_tool_result_without_its_call(start, model):
     assert model.requests[0]["messages"][-1] == human("So?")
 
 
-def test_models_are_listed_and_shown(chat):
-    assert chat.http.get("/v1/models").json()["data"][0]["id"] == "test-model"
-    assert chat.http.get("/v1/models/test-model").json()["id"] == "test-model"
-    assert chat.http.get("/v1/models/gone").status_code == 404
-
-
 def test_a_slash_more_changes_nothing(chat):
     paths = ["/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions"]
     body = {"messages": [human("Hi!")]}
@@ -2811,19 +2753,13 @@ def keyed(start):
         yield chat
 
 
-def test_every_route_needs_the_key(keyed, model):
+def test_every_route_but_these_needs_the_key(keyed):
+    public = {"/", "/health", "/docs", "/openapi.json"}
     paths = keyed.http.get("/openapi.json").json()["paths"]
-    routes = {(method, path) for path in paths for method in paths[path]}
-    routes -= {("get", "/"), ("get", "/health")}
-    statuses = {keyed.http.request(*route).status_code for route in routes}
-    assert len(routes) == 12
-    assert statuses == {401}
-
-
-def test_what_is_here_and_how_it_is_needs_no_key(keyed):
-    paths = ["/", "/health", "/docs", "/openapi.json"]
-    assert {keyed.http.get(path).status_code for path in paths} == {200}
-    assert "/chat" in keyed.http.get("/").text
+    others = [(how, path) for path in paths.keys() - public for how in paths[path]]
+    assert {keyed.http.get(path).status_code for path in public} == {200}
+    assert {keyed.http.request(*route).status_code for route in others} == {401}
+    assert ("post", "/chat") in others
 
 
 KEYS = ["Bearer", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
