@@ -303,6 +303,11 @@ class AgentRun:
         self.steps: list[str] = []  # of the plan
         self.outcome = Outcome()
 
+    def start(self) -> asyncio.Task[None]:
+        """Run the turn in a task of its own."""
+        self.events.task = asyncio.create_task(self.run())
+        return self.events.task
+
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
         session_id = self.request.session_id
@@ -1016,7 +1021,7 @@ class Service:
         if len(self.running) >= self.settings.max_concurrent_turns:
             raise HTTPException(503, "Too many turns run.", {"Retry-After": "1"})
         run = AgentRun(self, request)
-        run.events.task = task = asyncio.create_task(run.run())
+        task = run.start()
         self.running.add(task)
         task.add_done_callback(self.running.discard)
         return run

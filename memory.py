@@ -364,8 +364,6 @@ class Memory:
     async def embed_missing(self, user: "User", file: str) -> None:
         """Make the vectors that a user's file lacks, as far as the endpoint answers."""
         missing = await user.missing_vectors(file) if self.embed else {}
-        if not missing:
-            return
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
             vectors = None
@@ -746,10 +744,10 @@ class Learner:
         record, unlearned = await user.read()
         self.pending[folder] = len(unlearned)
         if unlearned:
-            record, unlearned = await self.learn_batch(
-                user, record, unlearned, failures
-            )
+            batch = self.next_batch(unlearned, failures)
+            record, unlearned = await self.learn_batch(user, record, batch, failures)
             self.pending[folder] = len(unlearned)
+            await self.summarize_long(user, batch)
         if not unlearned:
             facts = scored(record.facts)
             # If they do not all fit, they will be searched.
@@ -757,41 +755,46 @@ class Learner:
                 await self.memory.embed_missing(user, FACT_VECTORS)
         return bool(unlearned)
 
+    def next_batch(
+        self, unlearned: UnlearnedTurns, failures: Counter[str]
+    ) -> UnlearnedTurns:
+        """Return the first turns that fit one call. A turn that failed goes alone."""
+        if failures[unlearned[0]["source"]]:
+            return unlearned[:1]
+        texts = [turn["query"] + turn["response"][:1000] for turn in unlearned]
+        fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
+        return unlearned[: max(1, min(fit, BATCH_TURNS))]
+
     async def learn_batch(
         self,
         user: "User",
         record: "UserRecord",
-        unlearned: UnlearnedTurns,
+        batch: UnlearnedTurns,
         failures: Counter[str],
     ) -> tuple["UserRecord", UnlearnedTurns]:
-        """Learn from the first turns that wait. Return the facts and what waits then.
+        """Learn from turns. Return the facts and what waits then.
 
         Args:
-            failures: By turn. If a turn failed, it is learned alone and cut shorter,
-                because it may be at fault. After three failures it counts as learned.
+            failures: By turn. Each one cuts a turn shorter. After three failures it
+                counts as learned.
         """
-        texts = [turn["query"] + turn["response"][:1000] for turn in unlearned]
-        fit = count_that_fit(texts, self.memory.limits().context_tokens // 6)
-        batch = unlearned[: max(1, min(fit, BATCH_TURNS))]
         first = batch[0]["source"]
-        if failures[first]:
-            batch = batch[:1]
         max_facts = self.settings.max_facts
         try:
             operations = await self.ask_operations(user, record, batch, failures[first])
-            record, unlearned = await user.apply(operations, batch, max_facts)
+            return await user.apply(operations, batch, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
-            failures.update(turn["source"] for turn in batch)
-            if failures[first] >= 3:
-                record, unlearned = await user.apply([], batch, max_facts)
-                log.error("turn %s is given up: it counts as learned", first)
-                self.memory.given_up += 1
-        await self.summarize_long(user, batch)
-        return record, unlearned
+        failures.update(turn["source"] for turn in batch)
+        if failures[first] < 3:
+            return await user.read()
+        left = await user.apply([], batch, max_facts)
+        log.error("turn %s is given up: it counts as learned", first)
+        self.memory.given_up += 1
+        return left
 
     async def ask_operations(
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns, failures: int
