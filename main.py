@@ -45,9 +45,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import memory
 import tools
-from memory import Hints, Memory, Message, NotFound, RequestRefused, Seconds
+from memory import Hints, Json, Memory, Message, NotFound, RequestRefused, Seconds
 
-Json = dict[str, Any]  # an object on the wire
 log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` shows
 
 # --- Settings ---
@@ -68,7 +67,7 @@ def split_names(names: Any) -> Any:
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
-# Times that only a test changes; other programs may have a variable QUIET.
+# Only tests change these. In the environment, QUIET may belong to another program.
 NOT_READ = {"ping_after", "unread_limit", "learn_delay", "retry_delay", "quiet"}
 
 
@@ -201,6 +200,7 @@ class Failure(HTTPException):
 
     def __init__(self, code: str, reason: str = "", answered: int = 0, wait: str = ""):
         status, sentence = FAILURES[code]
+        # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
         if 400 <= answered < 500 and answered != 408:
             status = answered
         # Each retry of openai's client would be a saved turn.
@@ -313,8 +313,8 @@ class AgentRun:
         session_id = self.request.session_id
         try:
             if session_id:
-                users = self.service.memory
-                async with users.turn(self.request.user_id, session_id) as turn:
+                memories = self.service.memory
+                async with memories.turn(self.request.user_id, session_id) as turn:
                     await self.run_saved(turn)
             else:
                 await self.answer_query(None)
@@ -416,9 +416,10 @@ class AgentRun:
                 choice = None
             elif self.reply.text.strip() or outcome.finish_reason != "stop":
                 answered = True
-            else:  # silence: weak models answer when they are offered no tool
+            else:  # silence: without tools, weak models answer
                 await self.take_back()
-                answered, choice = choice == "none", "none"
+                answered = choice == "none"  # they were already asked so
+                choice = "none"
                 if answered:
                     self.reply.text = SORRY
                     await self.emit("token", text=SORRY)
@@ -550,7 +551,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     for n, message in enumerate(rest):
         # An answer is dropped with its question, and a tool's result with its call.
         starts = message["role"] == ("user" if n < last else "assistant")
-        dropped = n != last and (excess > 0 or (dropped and not starts))
+        belongs_to_dropped = dropped and not starts
+        dropped = n != last and (excess > 0 or belongs_to_dropped)
         if dropped:
             excess -= tokens_in([message])
         else:
@@ -693,12 +695,13 @@ class ReplyParser:
         A piece with a name begins another call if its index, id or name differs. So
         does a piece with a new index and an id.
         """
-        same: Json = {
-            key: [call for call in self.calls if call[key] == begun[key] != ""]
-            for key in ("index", "id")
-        }
-        is_new = begun["index"] and begun["id"]
-        found = same["index"] or same["id"] or ([] if is_new else self.calls)
+
+        def having(key: str) -> list[Json]:
+            return [c for c in self.calls if begun[key] and c[key] == begun[key]]
+
+        found = having("index") or having("id")
+        if not found and not (begun["index"] and begun["id"]):
+            found = self.calls
         if not found:
             return None
         call = found[-1]
@@ -816,7 +819,8 @@ class Endpoint:
     """
 
     def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.set_model = self.model = model  # empty: the first of the list
+        self.set_model = model  # as the settings say; may be empty
+        self.model = model  # that is asked: as set, else the first of the list
         self.contexts: dict[str, int] = {}  # of the models there, in tokens
         self.failure: Failure | None = None  # of the last list
         self.list_next = 0.0
@@ -1071,7 +1075,8 @@ def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
     model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-    # A chat server of one's own is asked for embeddings only if a model is named.
+    # Used: a server that is set for embeddings; OpenAI; and a chat server of one's own,
+    # but only with a model that is set.
     is_configured = bool(settings.openai_base_url or settings.openai_api_key)
     if settings.embedding_base_url or (is_configured and model):
         return Endpoint(url, key, model, settings.upstream_timeout)
@@ -1116,19 +1121,19 @@ async def root() -> str:
 async def health(service: TheService) -> Json:
     """Say what works, and since when what does not."""
     chat = service.chat
-    users = service.memory
+    memories = service.memory
     model = "not configured"
     if service.is_configured:
         await chat.list_models()
         model = "unreachable" if chat.failure or not chat.model else chat.model
-    works = model == chat.model and not users.degraded
+    works = model == chat.model and not memories.degraded
     return {
         "status": "ok" if works else "degraded",
         "model": model,
-        "degraded": users.degraded,
-        "pending": users.pending,
-        "given_up": users.given_up,
-        "dropped": users.dropped,
+        "degraded": memories.degraded,
+        "pending": memories.pending,
+        "given_up": memories.given_up,
+        "dropped": memories.dropped,
     }
 
 

@@ -56,6 +56,7 @@ VISITS = [f"User visited {city}." for city in CITIES]
 BOTH, NOT_MAGNET = "User uses Shram and Magnet.", "I do not use Magnet anymore"
 SHRAM, ROME, DOG = "User uses Shram.", "User is in Rome.", "User has an old dog."
 KIM, KAI = "User's boss is Kim.", "User's boss is Kai."
+NO_FORECAST = tools.ValidationError.from_exception_data("Forecast", [])
 CLOSED_URL = "http://127.0.0.1:9/v1"  # refuses connections
 SERVER_DOWN, NO_SERVER = {"openai_base_url": CLOSED_URL}, {"openai_base_url": None}
 ROOT = Path(main.__file__).parent
@@ -266,8 +267,7 @@ class Chat:
 
     def __init__(self, url, folder):
         self.url, self.folder = url, folder
-        # Without certificates, because loading them takes 40 ms.
-        self.http = httpx.Client(base_url=url, timeout=20, verify=False)
+        self.http = httpx.Client(base_url=url, timeout=20, verify=False)  # saves 40 ms
 
     def ask(self, message, user="ann", session=MONDAY, **fields):
         """Send a message and return the events of the answer."""
@@ -713,7 +713,7 @@ def more(index, arguments):
 
 NAME, HEAD, TAIL = "calculate", '{"expression": ', '"2+3"}'
 ONE, TWO = HEAD + TAIL, '{"expression": "7*6"}'
-CALLS = {  # what is sent, and how many calls it is: with ONE alone, or with both
+CALLS = {  # the pieces, and what they make: 1 is the call ONE, 2 is ONE and TWO
     "by index": ([call(0, "a", NAME, ""), more(0, HEAD), more(0, TAIL)], 1),
     "first index is 1": ([call(1, "a", NAME), more(1, ONE)], 1),
     "id before the name": ([call(0, "a"), call(0, None, NAME), more(0, ONE)], 1),
@@ -907,8 +907,8 @@ def test_vectors_are_read_however_they_are_sent(start, model, as_sent):
 
     @app.post("/v1/embeddings")
     def embeddings(body: dict):
-        texts = [text.replace("Peru", "Lima") for text in body["input"]]
-        vectors = [bag_of_words(text).tolist() for text in texts]
+        inputs = [text.replace("Peru", "Lima") for text in body["input"]]
+        vectors = [bag_of_words(text).tolist() for text in inputs]
         data = as_sent([{"index": n, "embedding": v} for n, v in enumerate(vectors)])
         return {"data": data} if data else fails(400, "batch size is invalid")
 
@@ -1083,6 +1083,7 @@ def test_wrong_arguments_are_all_named():
     ("mistake", ValueError("no city"), "Error: no city"),
     ("no words", SystemExit(), "Error: SystemExit"),
     ("no hang", StopIteration(), "Error: StopIteration"),
+    ("not of its arguments", NO_FORECAST, f"Error: {NO_FORECAST}"),
 )
 def test_what_a_tool_returns_or_raises_becomes_text(outcome, text):
     def run():
@@ -1189,8 +1190,8 @@ def test_the_demo_prints_what_the_page_shows(model, tmp_path):
 def test_the_page_names_every_setting_and_the_command_of_the_tests():
     names = main.Settings.__dataclass_fields__.keys() - main.NOT_READ
     assert {name for name in names if f"`{name.upper()}`" not in PAGE} == set()
-    assert "python -m pytest" in PAGE
-    assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
+    for page in (PAGE, (ROOT / ".ci" / "run").read_text()):
+        assert "python -m pytest" in page
 
 
 # --- Settings ---
@@ -1272,11 +1273,10 @@ def test_sessions_are_listed_latest_first_and_read_with_their_turns(chat):
     chat.ask("One", session=TUESDAY)
     chat.ask("Two")
     chat.ask("Three")
-    monday, tuesday = chat.http.get("/users/ann/sessions").json()["sessions"]
+    monday, _ = chat.http.get("/users/ann/sessions").json()["sessions"]
     session = chat.http.get(f"/users/ann/sessions/{MONDAY}").json()
     last = session["turns"][1]["ended_at"]
     assert monday == {"session_id": MONDAY, "turns": 2, "updated_at": last}
-    assert (tuesday["session_id"], tuesday["turns"]) == (TUESDAY, 1)
     assert session == {"session_id": MONDAY, "summary": "", "turns": chat.turns()}
     known = {"turn", "query", "response", "status", "reasoning_mode", "rounds", "tools"}
     assert session["turns"][0].keys() == known | {"started_at", "ended_at"}
@@ -1863,13 +1863,14 @@ async def test_one_fact_may_be_deleted_and_updated_in_one_answer(opened, learner
 # --- Hints ---
 
 
-async def test_facts_that_all_fit_are_told_without_a_search(learner, tmp_path):
-    async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
+@pytest.mark.parametrize("n, told", [(350, VISITS), (0, [])])
+async def test_if_all_facts_fit_none_is_searched(learner, tmp_path, n, told):
+    async with open_memory(tmp_path, learner, learner.embed, hint_tokens=n) as opened:
         await teach(opened, learner, *VISITS, kind="episodic")
         learner.embedded.clear()
         hints = await say(opened, "Hello!")
-    assert sorted(texts(hints.facts)) == sorted(VISITS)
-    assert learner.embedded == []
+        assert learner.embedded == []
+    assert sorted(texts(hints.facts)) == sorted(told)
 
 
 async def test_of_more_facts_the_profile_and_the_relevant_are_told(learner, tmp_path):
@@ -2188,7 +2189,7 @@ async def test_without_summaries_old_turns_are_only_dropped(learner, tmp_path):
 
 
 async def test_what_does_not_fit_is_dropped_in_order(learner, tmp_path):
-    seen = {}
+    seen = []
     async with open_memory(tmp_path, learner, history_turns=3) as opened:
         await teach(opened, learner, *VISITS[:3], session=TUESDAY)
         for n in range(9):
@@ -2198,9 +2199,10 @@ async def test_what_does_not_fit_is_dropped_in_order(learner, tmp_path):
                 hints = await turn.hints("Hi!")
                 system, *others = turn.fit_context("Be brief.", hints, limit)
                 summarized = "A summary." in system["content"]
-                seen[len(others) // 2, len(hints.facts), summarized] = limit
+                seen.append((len(others) // 2, len(hints.facts), summarized))
     facts = [(2, 3, True), (2, 2, True), (2, 1, True), (2, 0, True)]
-    assert list(seen) == [(5, 3, True), *facts, (2, 0, False), (0, 0, False)]
+    turns_left = [(5, 3, True), *facts, (2, 0, False), (0, 0, False)]
+    assert list(dict.fromkeys(seen)) == turns_left
 
 
 # --- Files that can be trusted ---
@@ -2391,8 +2393,6 @@ def normal_name(name):
 
 
 @hypothesis.given(st.tuples(NAMES, NAMES))
-@hypothesis.example(("ann", "Ann"))
-@hypothesis.example(("é", "e\u0301"))
 @hypothesis.example(("ann~17239b6e250110330eda64a29c610bf1", "Ann"))
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):

@@ -63,21 +63,23 @@ async def call_tool(
     try:
         # After a timeout a thread goes on, but nobody waits for its result.
         async with asyncio.timeout(timeout) as limit:
-            ok, text = True, await run_function(functions[name], arguments)
-        if not isinstance(text, str):
-            text = json.dumps(text, ensure_ascii=False, default=str)
+            result = await run_function(functions[name], arguments)
+        ok, text = True, result
+        if not isinstance(result, str):
+            text = json.dumps(result, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:  # a tool is other people's code
         ok, text = False, f"Error: {str(error) or type(error).__name__}"
         if limit.expired():  # else a TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
-        elif isinstance(error, ValidationError):
+        elif isinstance(error, ValidationError) and error.title.startswith("call["):
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             text = f"Error: {name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
             log.exception("Tool %s failed", name)
     content = text.encode(errors="replace")  # JSON cannot carry lone surrogates
     if len(content) > 8_000:  # about 2,000 tokens
-        content = content[:7_979] + b"\n[cut at 8,000 bytes]"
+        mark = b"\n[cut at 8,000 bytes]"
+        content = content[: 8_000 - len(mark)] + mark
     return ok, content.decode(errors="ignore")
 
 
@@ -121,13 +123,14 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic with + - * / // % ^ sqrt log exp sin cos tan pi."""
+    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = re.sub(r"\bpi\b", str(math.pi), expression.lower().replace("^", "**"))
     # 1,234 is 1234, except in a call, where commas separate arguments.
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
-    # 15% is (15/100), but 7 % 4 stays.
-    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text.replace("% of", "% *"))
+    text = text.replace("% of", "% *")
+    # 15% is (15/100). In 7 % 4 a number follows, so it stays a remainder.
+    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):

@@ -213,10 +213,12 @@ class Model:
                 await asyncio.sleep(self.script.gap)
 
 
+SCRIPT = {"port": 8001, "tokens": 0, "first_token": 0.05, "gap": 0.002}
+SCRIPT |= {"embedding": 0.015, "learning": 0.3}  # delays are seconds
+
+
 async def serve_model(**script: Any) -> None:
-    """Serve the model; its delays are seconds."""
-    delays = {"first_token": 0.05, "gap": 0.002, "embedding": 0.015, "learning": 0.3}
-    model = Model(options(__doc__, **{"port": 8001, "tokens": 0} | delays | script))
+    model = Model(argparse.Namespace(**SCRIPT | script))
     address = "127.0.0.1", model.script.port
     server = await asyncio.start_server(model.serve, *address, limit=1 << 24)
     await server.serve_forever()
@@ -342,7 +344,9 @@ def machine() -> str:
     """Return one line: the date, the commit, the machine and the packages."""
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h"]
     found = subprocess.run(git, check=False, capture_output=True, text=True)
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpu = None
+    with suppress(OSError):  # it is Linux's
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     names = ("fastapi", "uvicorn", "openai", "mem0ai", "faiss-cpu", "tinydb")
     parts = [f"{datetime.now(UTC):%Y-%m-%d}", f"commit {found.stdout.strip() or '?'}"]
     parts += [f"{os.cpu_count()} cores of {cpu[1] if cpu else platform.machine()}"]
@@ -351,4 +355,4 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_model())
+    asyncio.run(serve_model(**vars(options(__doc__, **SCRIPT))))

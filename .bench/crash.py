@@ -208,18 +208,17 @@ def measure(trials: int, seed: int, root: Path) -> None:
 
 
 def run_trials(trials: int, seed: int, root: Path, system: Any, full: bool) -> Any:
-    live, check = system
-    total, random, folder, told = Counter(trials=trials), Random(seed), Path(), []
+    work, verify = system
+    total, random, fault, told = Counter(trials=trials), Random(seed), False, []
     began = time.monotonic()
     for n in range(trials):
-        if n % 5 == 0 or not folder.name:  # no folder after a fault
+        if n % 5 == 0 or fault:
             folder, told = Path(tempfile.mkdtemp(dir=root)), []
-        life, seed = random.uniform(0.001, 0.3), random.randrange(1 << 30)
-        new = run_process(live, folder, f"{n}l", seed, life=life, full=full)
-        [(_, found, told)] = run_process(check, folder, told + new)
+        life, number = random.uniform(0.001, 0.3), random.randrange(1 << 30)
+        new = run_process(work, folder, f"{n}l", number, life=life, full=full)
+        [(_, found, told)] = run_process(verify, folder, told + new)
         fault = any(found.values())
         total.update(found | {"acknowledged": len(new), "trials with a fault": fault})
-        folder = Path() if fault else folder
     total["seconds"] = round(time.monotonic() - began)
     return total
 

@@ -63,8 +63,8 @@ def chat_app() -> Any:
             system += f" Answer based on query and memories.\nUser Memories:\n{known}"
         messages: Any = [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": body.message})
-        body: Any = {"model": "scripted", "messages": messages, "stream": True}
-        stream = await client.chat.completions.create(**body)
+        request: Any = {"model": "scripted", "messages": messages, "stream": True}
+        stream = await client.chat.completions.create(**request)
         async for chunk in stream:
             if chunk.choices and (piece := chunk.choices[0].delta.content):
                 text += piece
