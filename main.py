@@ -964,6 +964,7 @@ def error_sentence(body: Any, key: str = "") -> str:
 
 # --- The service ---
 
+PROBE = [memory.as_message("user", "Hello")]  # a request that nobody should refuse
 NOT_CONFIGURED = "No model is configured: set OPENAI_API_KEY or OPENAI_BASE_URL."
 
 
@@ -973,7 +974,6 @@ class Service:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.running: set[asyncio.Task[None]] = set()
-        self.has_learned = False  # whether a learning call was ever answered
         url, key = settings.openai_base_url, settings.openai_api_key
         self.is_configured = bool(url or key)
         model = settings.chat_model or ("" if url else "gpt-4.1-mini")
@@ -1056,13 +1056,15 @@ class Service:
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
-            # If no learning call ever worked, the endpoint may refuse all of them.
-            refused = failure.answered in (400, 413, 422) and self.has_learned
-            if refused or failure.code == "context_too_long":
+            too_long = failure.code == "context_too_long"
+            refused = failure.answered in (400, 413, 422) and messages != PROBE
+            if refused and not too_long:
+                # If it refuses this too, it refuses a parameter, not the turn.
+                await self.complete(PROBE, schema)
+            if refused or too_long:
                 raise RequestRefused from failure
             raise
         choice = completion["choices"][0]
-        self.has_learned = True
         if choice.get("finish_reason") == "length":
             raise RequestRefused("the answer was cut at its length")
         message = choice["message"]
