@@ -67,7 +67,8 @@ def split_names(names: Any) -> Any:
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
-# Only tests change these. In the environment, QUIET may belong to another program.
+# Not read from the environment: only tests change them, and a name such as QUIET may be
+# set there for another program.
 NOT_READ = {"ping_after", "unread_limit", "learn_delay", "retry_delay", "quiet"}
 
 
@@ -162,7 +163,8 @@ class TurnRequest:
     user_id: str = ""
     session_id: str = ""  # empty: no memory is read or written
     reasoning_mode: bool = False
-    # What a client sends: messages in place of the session's, and the endpoint's fields
+    # Messages in place of the session's turns (from /v1, or if memory is off), and the
+    # other fields of a /v1 request, which go to the endpoint
     history: list[Message] = field(default_factory=list)
     options: Json = field(default_factory=dict)
 
@@ -237,6 +239,8 @@ class EventStream:
 
     async def fail(self, failure: Failure) -> None:
         self.failure = failure
+        if self.queue.full():  # if the client has left, nobody makes room
+            self.queue.get_nowait()
         await self.emit("error", code=failure.code, message=failure.detail)
 
     async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
@@ -321,8 +325,6 @@ class AgentRun:
             done = {"response": self.reply.text} | vars(self.outcome)
             await self.events.emit("done", **done)
         except asyncio.CancelledError:
-            if self.events.queue.full():  # if the client has left, nobody makes room
-                self.events.queue.get_nowait()
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
             raise
@@ -416,9 +418,9 @@ class AgentRun:
                 choice = None
             elif self.reply.text.strip() or outcome.finish_reason != "stop":
                 answered = True
-            else:  # silence: without tools, weak models answer
+            else:  # an empty reply: ask once more without tools, then give up
                 await self.take_back()
-                answered = choice == "none"  # they were already asked so
+                answered = choice == "none"  # that was the request without tools
                 choice = "none"
                 if answered:
                     self.reply.text = SORRY
@@ -549,7 +551,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
         rest[last] = with_hints(rest[last], block)
     dropped = False
     for n, message in enumerate(rest):
-        # An answer is dropped with its question, and a tool's result with its call.
+        # What depends on a dropped message goes with it: before the last user message
+        # all up to the next user message, after it all up to the next assistant's.
         starts = message["role"] == ("user" if n < last else "assistant")
         belongs_to_dropped = dropped and not starts
         dropped = n != last and (excess > 0 or belongs_to_dropped)
@@ -700,8 +703,9 @@ class ReplyParser:
             return [c for c in self.calls if begun[key] and c[key] == begun[key]]
 
         found = having("index") or having("id")
-        if not found and not (begun["index"] and begun["id"]):
-            found = self.calls
+        is_new = begun["index"] and begun["id"]  # both given, and no call has either
+        if not found and not is_new:
+            found = self.calls  # it continues the last one
         if not found:
             return None
         call = found[-1]
@@ -733,8 +737,8 @@ def unknown_fields(row: Json) -> Json:
 def add_fields(total: Json, more: Json, nested: bool = False) -> Json:
     """Add the pieces of a reply, or the usage of a round, to what came before.
 
-    Lists and texts are joined and numbers summed. Texts in nested objects come whole,
-    like other values, and replace the old one.
+    Numbers are summed and lists joined at any depth. Texts are joined at the top only;
+    inside an object a text comes whole, so the new one replaces the old.
     """
     kinds = (list, int, float) if nested else (list, int, float, str)
     for name, value in more.items():
@@ -819,11 +823,11 @@ class Endpoint:
     """
 
     def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.set_model = model  # as the settings say; may be empty
-        self.model = model  # that is asked: as set, else the first of the list
-        self.contexts: dict[str, int] = {}  # of the models there, in tokens
-        self.failure: Failure | None = None  # of the last list
-        self.list_next = 0.0
+        self.set_model = model  # from the settings; empty: the server's first
+        self.model = model  # in use: as set, else the first that was listed
+        self.contexts: dict[str, int] = {}  # in tokens, by listed model
+        self.failure: Failure | None = None  # why the last listing failed
+        self.list_next = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
@@ -845,6 +849,7 @@ class Endpoint:
                     yield [*reply.feed(chunk or {})]
 
     async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
+        """Yield the chunks of a reply, or the whole reply if it is not streamed."""
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
         kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
         client = self.client if body.get("stream") else self.patient
@@ -935,6 +940,7 @@ def endpoint_errors() -> Iterator[None]:
 
 
 def translate(error: openai.APIError) -> Failure:
+    """Return what a client is told of an error of openai's client."""
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
     reason = error_sentence(error.body, key)
     if isinstance(error.__cause__, httpx2.ReadTimeout):  # not a refused connection
@@ -943,12 +949,12 @@ def translate(error: openai.APIError) -> Failure:
         return Failure("upstream_unavailable", reason)
     code = "upstream_rejected"
     status = error.status_code
-    if re.search(TOO_LONG, str(error.body).lower()):
-        code = "context_too_long"
-    elif status == 408:
+    if status == 408:
         code = "upstream_timeout"
-    elif status == 429 or status >= 500:
+    elif status == 429 or status >= 500:  # also if it "took too long"
         code = "upstream_unavailable"
+    elif re.search(TOO_LONG, str(error.body).lower()):
+        code = "context_too_long"
     return Failure(code, reason, status, error.response.headers.get("Retry-After", ""))
 
 
@@ -1077,8 +1083,8 @@ def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
     model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-    # Used: a server that is set for embeddings; OpenAI; and a chat server of one's own,
-    # but only with a model that is set.
+    # Without a server of their own, embeddings use the chat's: always if that is
+    # OpenAI, else only if a model is set.
     is_configured = bool(settings.openai_base_url or settings.openai_api_key)
     if settings.embedding_base_url or (is_configured and model):
         return Endpoint(url, key, model, settings.upstream_timeout)
@@ -1152,6 +1158,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
+    """Return an event's line. /chat has no `passed_on`; a refusal is sent as a token."""
     if event["type"] == "passed_on":
         refusal = event["choice"]["delta"].get("refusal")
         event = {"type": "token", "round": event["round"], "text": refusal}

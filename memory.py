@@ -5,6 +5,10 @@ vectors and keyword indexes can be made again from them. A turn is saved before 
 answer is complete. The memory learns from it later, in the background. To copy this
 file, install "mem0ai>=2.2,<2.3", faiss-cpu and tinydb. It needs Linux or macOS (fcntl).
 
+Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
+was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
+the functions for files, and Locks are the way to the disk.
+
     import asyncio
     from memory import Memory
 
@@ -203,6 +207,7 @@ def cut_middle(text: str, size: int) -> str:
 
 RERANKED = 32  # facts that a cross-encoder is asked about
 EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
+EMBEDDED_SECONDS = 10.0  # for one request, if a search waits for it
 EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
 
 
@@ -269,8 +274,8 @@ class Memory:
             for folder in folders:
                 self.learner.schedule(folder)
             await asyncio.sleep(0.02)
-        for path in self.folder.glob("[!.]*/"):
-            user = self.user_in_folder(path.name)
+        for path in self.folder.glob("*/memory.json"):
+            user = self.user_in_folder(path.parent.name)
             with suppress(NotFound):
                 await self.embed_missing(user, FACT_VECTORS)
                 await self.embed_missing(user, TURN_VECTORS)
@@ -319,7 +324,7 @@ class Memory:
                 self.learner.schedule(user.folder.name)
             if not query:
                 return scored(record.facts)
-            await self.embed_missing(user, FACT_VECTORS)
+            await self.embed_missing(user, FACT_VECTORS, EMBEDDED_SECONDS)
             return (await self.search(user, query, k))[0]
         return []
 
@@ -361,14 +366,21 @@ class Memory:
                 return unit_vector(vector)
         return None
 
-    async def embed_missing(self, user: "User", file: str) -> None:
-        """Make the vectors that a user's file lacks, as far as the endpoint answers."""
+    async def embed_missing(
+        self, user: "User", file: str, limit: float | None = None
+    ) -> None:
+        """Make the vectors that a user's file lacks, as far as the endpoint answers.
+
+        Args:
+            limit: Seconds for each request, if somebody waits for it.
+        """
         missing = await user.missing_vectors(file) if self.embed else {}
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
             vectors = None
             with self.optional("embeddings"):
-                vectors = await self.embed_documents(texts)
+                async with asyncio.timeout(limit):
+                    vectors = await self.embed_documents(texts)
             if vectors is None:
                 return
             with self.optional("storage"):
@@ -506,7 +518,10 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        just_said = self.just_said(shown)
+        # A line may take hint_tokens / 3 tokens. At 3 bytes a token this is hint_tokens
+        # bytes, less 3 for the token that count_tokens adds.
+        max_bytes = max(0, settings.hint_tokens - 3)
+        just_said = [cut(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = just_said[: count_that_fit(just_said, settings.hint_tokens // 3)]
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
@@ -521,16 +536,13 @@ class Turn:
         more = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
         return Hints(facts_that_fit(profile + more, budget), just_said, degraded)
 
-    def just_said(self, shown: Iterable[str] = ()) -> list[str]:
+    def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
         shown = {*shown} or {row["query"] for row in self.repeated}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(cut_redacted(query, 2000)) for query in new[:MOST_SAID]]
-        # One line takes at most a third of the hints. A token is counted as 3 bytes, so
-        # hint_tokens / 3 tokens are hint_tokens bytes. count_tokens adds one token.
-        max_bytes = max(0, self.memory.settings.hint_tokens - 3)
-        return [cut(line[:SAID_CHARS], max_bytes) for line in lines]
+        return [line[:SAID_CHARS] for line in lines]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
         """Return the messages of a prompt of at most `limit` tokens, after `hints`.
@@ -594,8 +606,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Before it is written, so that the count is never too low. The learner corrects
-        # it from the files.
+        # Counted before the write, or /health could say 0 while a turn waits. If the
+        # write fails, the learner sets the count right.
         self.memory.learner.pending[self.user.folder.name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
         try:
@@ -611,7 +623,7 @@ class Turn:
         """Search what is known about the user, if the hints do not hold the answer."""
         k = max(1, min(k, 20))
         facts, _ = await self.memory.search(self.user, query, k)
-        just_said = self.just_said()
+        just_said = self.unlearned_lines()
         just_said.sort(key=lambda text: not share_word(text, query))
         lines = [hint_line(fact) for fact in facts]
         lines += [f'- just said: "{text}"' for text in just_said[:k]]
@@ -637,7 +649,7 @@ class Turn:
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations."""
-        await self.memory.embed_missing(self.user, TURN_VECTORS)
+        await self.memory.embed_missing(self.user, TURN_VECTORS, EMBEDDED_SECONDS)
         vector = await self.memory.query_vector(query)
         found = await self.user.search_turns(query, vector, max(1, min(k, 10)))
         text = ""
@@ -660,10 +672,12 @@ def exchange(row: TurnRow) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# A request may take 3/4 of the context; the rest is for the answer. We count 3 bytes a
-# token, but vLLM makes one of 2.6 bytes of JSON: 5/8 * 3 / 2.6 = 0.72.
+# A request may take 3/4 of the context; the rest is for the answer. We estimate 3 bytes
+# a token, but JSON in vLLM has 2.6, so 3/4 is reached at an estimate of 0.65.
 REQUEST_SHARE = 5 / 8
-EXAMPLES_SHARE = 5 / 9  # of the request: all examples, if the context has 8,192 tokens
+EXAMPLES_SHARE = (
+    5 / 9
+)  # of the request: with a context of 8,192 tokens, all examples fit
 
 
 class Learner:
@@ -840,13 +854,13 @@ class Learner:
     ) -> list["Operation"]:
         """Return what becomes of a change of a fact. An empty list drops it.
 
-        A clear change passes. For any other the model says what is still true of the
-        fact after the message:
+        A clear change passes. For any other the model says what is still true:
 
-            nothing      the change passes
-            a part       the fact becomes that part, and an update adds its new text
-            all of it    an update adds its new text; a delete passes if the message
-                         shares a word with the fact
+            null           the change passes
+            a valid rest   the fact becomes it, see `is_rest`
+            anything else  the fact stays, unless a delete shares a word with the message
+
+        In the last two cases the text of an update is added, unless it is invented.
         """
         if not fact or is_clear(operation, fact["text"]):
             return [operation]
@@ -1023,9 +1037,8 @@ def operations_schema(fact_count: int) -> Json:
     # If no fact is shown, a weak model would update one all the same.
     ops = OPERATION_FIELDS["op"] if fact_count else {"type": "string", "enum": ["add"]}
     ids = OPERATION_FIELDS["id"] | {"enum": [*range(fact_count), None]}
-    items = json_schema("operation", OPERATION_FIELDS | {"op": ops, "id": ids})[
-        "schema"
-    ]
+    fields = OPERATION_FIELDS | {"op": ops, "id": ids}
+    items = json_schema("operation", fields)["schema"]
     # A weak model writes an empty list when it is confused, so one item is asked for.
     operations = {"type": "array", "minItems": 1, "items": items}
     return json_schema("memory_operations", {"operations": operations})
@@ -1273,6 +1286,304 @@ def forbidden(text: str) -> str:
     return "instruction" if INSTRUCTION.search(text) else ""
 
 
+# --- Facts (Mem0) ---
+
+MAX_PROFILE = 20  # profile facts per user
+MAX_HISTORY = 5000  # newest rows of history kept per user
+
+
+@functools.cache
+def open_mem0() -> Any:
+    """Import Mem0, which takes a second, and make one without a store of its own."""
+    os.environ["MEM0_TELEMETRY"] = "False"  # read when Mem0 is imported
+    import mem0.configs.base
+    from mem0.utils import spacy_models
+    from mem0.vector_stores.base import VectorStoreBase
+
+    # These are private names of Mem0 2.2. If spaCy is installed without its model, Mem0
+    # would download one.
+    spacy_models._load_failed_full = spacy_models._load_failed_lemma = True
+    logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
+    VectorStoreBase.register(FactStore)
+    # Mem0's constructor builds clients and a store that nobody uses: 630 ms and 34 MB.
+    opened = mem0.Memory.__new__(mem0.Memory)
+    vars(opened).update(config=mem0.configs.base.MemoryConfig(), _entity_store=None)
+    return opened
+
+
+class FactStore:
+    """The facts of one user as Mem0's vector store, embedder and history.
+
+    Mem0's own FAISS store searches all users' vectors before it filters by user
+    (mem0ai/mem0 issue 6998) and writes in place. After a kill, its SQLite history held
+    facts that never existed. This store keeps all of it in a UserRecord, which is
+    written whole or not at all.
+    """
+
+    def __init__(self, record: "UserRecord"):
+        self.record, self.mem0 = record, copy.copy(open_mem0())
+        vars(self.mem0).update(vector_store=self, embedding_model=self, db=self)
+
+    def apply(self, operation: Operation) -> None:
+        """Let Mem0 add, update or delete. If a fact is said again, only count it."""
+        id, text = operation.id, operation.text
+        new: Json = {"kind": operation.kind, "importance": operation.importance}
+        new |= {"source": operation.source, "last_seen_at": operation.at}
+        duplicate = find_duplicate(self.record.facts, text)  # none for a delete
+        if duplicate and duplicate["id"] != id:
+            self.count_again(duplicate, operation)
+            if id:  # now it says the same as another fact
+                self.mem0.delete(id)
+        elif operation.op == "delete":
+            self.mem0.delete(id)
+        elif id:
+            self.mem0.update(id, text, metadata=new)
+        else:
+            new |= {"frequency": 1, "created_at": operation.at}
+            self.mem0.add(text, user_id="user", infer=False, metadata=new)
+
+    def count_again(self, fact: Fact, operation: Operation) -> None:
+        """Count that a fact was said again, unless in the same turn."""
+        # Not through Mem0, because that would be a row of history.
+        if fact["source"] != operation.source:
+            seen = max(fact["last_seen_at"], operation.at)
+            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
+            self.record.facts[fact["id"]] = fact | again
+
+    def evict(self, max_facts: int) -> None:
+        """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
+        ranked = scored(self.record.facts)
+        profile = [fact["id"] for fact in ranked if fact["kind"] == "profile"]
+        for id in profile[MAX_PROFILE:]:
+            self.record.facts[id] = {**self.record.facts[id], "kind": "episodic"}
+        for fact in ranked[max_facts:]:
+            self.mem0.delete(fact["id"])
+
+    # What Mem0 calls on its vector store, with its own names and arguments
+
+    def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
+        self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
+
+    def update(self, vector_id: str, vector: Any, payload: Json) -> None:
+        fact: Any = {**payload, "id": vector_id, "text": payload["data"]}
+        # Only a fact's own fields, or Mem0 links entities of its `user_id`.
+        for name in fact.keys() - Fact.__annotations__:
+            del fact[name]
+        self.record.facts[vector_id] = fact
+
+    def delete(self, vector_id: str) -> None:
+        del self.record.facts[vector_id]
+
+    def get(self, vector_id: str) -> Any:
+        fact = self.record.facts[vector_id]
+        return SimpleNamespace(payload={**fact, "data": fact["text"]})
+
+    # On its history
+
+    def add_history(
+        self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
+    ) -> None:
+        row = {"memory_id": memory_id, "event": event, "at": now()}
+        self.record.history.append(row | {"old_memory": old, "new_memory": new})
+        del self.record.history[:-MAX_HISTORY]
+
+    # On its embedder
+
+    def embed(self, text: str, memory_action: str) -> None:
+        """Return no vector, because facts are embedded in the background."""
+
+
+def scored(facts: dict[str, Fact]) -> ScoredFacts:
+    """Return facts with their score now, best first, and of equal ones the newest."""
+    newest: Any = reversed(facts.values())
+    rows = [{**fact, "score": score_now(fact)} for fact in newest]
+    return sorted(rows, key=lambda row: -row["score"])
+
+
+def score_now(fact: Any) -> float:
+    """Weigh a fact's importance, how fresh it is, and how often it was said."""
+    age = datetime.now(UTC) - datetime.fromisoformat(fact["last_seen_at"])
+    fresh = math.exp(-max(timedelta(), age) / timedelta(days=30))
+    often = min(1.0, math.log1p(fact["frequency"]) / 3)
+    return round(0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often, 4)
+
+
+def has_faded(fact: Any) -> bool:
+    """Tell whether a fact is neither shown nor found. It stays on disk."""
+    return fact["kind"] == "episodic" and score_now(fact) < 0.25
+
+
+def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
+    """Return the fact whose content words agree in order, endings aside."""
+    words = stems(text)
+    same = (fact for fact in facts.values() if stems(fact["text"]) == words)
+    return next(same, None) if words else None
+
+
+# --- Search ---
+
+RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
+ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
+MIN_BEST_SHARE = (
+    0.59  # share of `chance` that the best entry needs, or nothing is found
+)
+MIN_SHARE = 0.3  # share of `chance` that every entry needs
+FEW = 8  # entries; the cosines of fewer have no distribution
+COUNT_WORDS = "1"  # SQL: each word of the query that an entry holds counts one
+BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
+
+
+class Entry(NamedTuple):
+    """What can be found: a fact, or one message of a past turn."""
+
+    key: str  # the id of the fact, or session_id/turn
+    text: str
+    before: str  # the message before
+    after: str
+    day: str  # in words
+
+
+def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
+    """Return the messages of a session's turns, each with its neighbours."""
+    said = [(row, text) for row in turns for text in (row["query"], row["response"])]
+    said = [(row, text) for row, text in said if text.strip()]
+    around = ["", *(text[:500] for _, text in said), ""]
+    entries = []
+    for (row, text), before, after in zip(said, around, around[2:]):
+        key = f"{session_id}/{row['turn']}"
+        day = long_date(row["ended_at"])
+        entries.append(Entry(key, text, before, after, day))
+    return entries
+
+
+def vector_id(model: str, key: str, text: str) -> int:
+    """Return the id of the vector that a model makes of a text in one place."""
+    content = f"{model}\0{key}\0{text}".encode("utf-8", "replace")
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # FAISS's ids have 63 bits
+
+
+class Index:
+    """Hybrid search over entries: FAISS for meaning, FTS5 for words.
+
+    Both are put on one scale, the evidence that an entry is relevant to a query:
+
+        meaning  = (cosine - mean of the query's) / deviation of the entries' own cosines
+        chance   = sqrt(2 ln n), what the best of n entries reaches by chance
+        loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
+        strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
+                   (not squared without vectors)
+
+    A strict search ends where relevance ends. It finds nothing if the best entry has
+    less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have MIN_SHARE * chance
+    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
+    """
+
+    def __init__(self, entries: dict[int, Entry], vectors: Vectors):
+        """Index entries by the ids of their vectors. Some may lack a vector."""
+        self.entries = [*entries.values()]
+        self.spread = 0.0
+        self.word_index = sqlite3.connect(":memory:", check_same_thread=False)
+        table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
+        self.word_index.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
+        insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
+        rows = ([*map(spaced, entry[1:])] for entry in self.entries)
+        self.word_index.executemany(insert, rows)
+        vectors = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
+        if len(vectors) > 2:
+            self.index_vectors(vectors)
+
+    def index_vectors(self, vectors: Vectors) -> None:
+        """Index vectors by the numbers of their entries, and measure their spread."""
+        self.vector_index = flat_index(vectors)
+        # Sorted, or the sample would depend on the order of the entries.
+        ordered = sorted(vectors.values(), key=lambda vector: vector[0])
+        sample = np.stack(ordered[:: len(ordered) // 150 + 1])
+        # Half of the mean is subtracted, so entries that are near to everything sink.
+        self.shift = sample.mean(axis=0) / 2
+        # Not a matrix product, because that wakes threads.
+        cosines = np.einsum("id,jd->ij", sample, sample - self.shift)
+        others = cosines[~np.eye(len(sample), dtype=bool)]
+        self.spread = round(float(others.std()), 6)
+
+    def search(
+        self, query: str, vector: Vector | None, k: int, strict: bool = True
+    ) -> list[tuple[float, str]]:
+        """Return the scores, below 1, and the keys of the k best entries."""
+        size, terms = len(self.entries), query_terms(query)
+        chance = math.sqrt(2 * math.log(max(2, size)))
+        meaning = self.meaning_scores(vector)
+        words = self.word_scores(terms, COUNT_WORDS if strict else BM25)
+        if strict:
+            # One word of several says little, so the share is squared. Without vectors
+            # it is not, because then words are all there is.
+            power = 2 if meaning.any() else 1
+            share = words / max(1, len(terms))
+            evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
+        else:
+            evidence = meaning + RARE_WORD * words / math.log(size + 2)
+        kept = evidence != 0  # else neither a vector nor a word matches
+        if strict and size >= FEW:
+            best = evidence.max()
+            kept &= evidence >= max(MIN_SHARE * chance, best - chance)
+            kept &= best >= MIN_BEST_SHARE * chance
+        order = np.lexsort((-meaning, -evidence))
+        scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
+        best_first = [n for n in order if kept[n]]
+        return [(scores[n], self.entries[n].key) for n in best_first[:k]]
+
+    def meaning_scores(self, vector: Vector | None) -> np.ndarray:
+        """Return how near each entry is to a vector, in sigmas."""
+        meaning = np.zeros(len(self.entries))
+        if vector is not None and self.spread and self.vector_index.d == len(vector):
+            shifted = (vector - self.shift)[None]
+            [cosines], [numbers] = self.vector_index.search(
+                shifted, self.vector_index.ntotal
+            )
+            meaning[numbers] = (cosines - cosines.mean()) / self.spread
+        return meaning
+
+    def word_scores(self, terms: list[str], score: str) -> np.ndarray:
+        """Return the sum of a score over the terms that each entry holds."""
+        words = np.zeros(len(self.entries))
+        select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
+        for term in terms:
+            for number, value in self.word_index.execute(select, [term]):
+                words[number] += value
+        return words
+
+
+def flat_index(vectors: Vectors) -> Any:
+    """Return a FAISS index of vectors by id, which compares a query with each."""
+    matrix = np.stack([*vectors.values()])
+    index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
+    index.add_with_ids(matrix, np.array([*vectors], "int64"))
+    return index
+
+
+def unit_vector(values: Any) -> Vector:
+    """Return the direction of a vector. Raises ValueError if it holds no numbers."""
+    vector = np.asarray(values, "float32").ravel()
+    norm = float(np.linalg.norm(vector))
+    if not vector.size or not math.isfinite(norm):
+        raise ValueError("a vector without numbers")
+    return vector / (norm or 1)
+
+
+def spaced(text: str) -> str:
+    """Return a text for FTS5, which takes a run of Chinese letters for one word."""
+    return re.sub(UNSPACED, r" \g<0> ", folded(text))
+
+
+def query_terms(query: str) -> list[str]:
+    """Return the query's words without stop words, quoted for FTS5, at most 64."""
+    words = split_words(query)
+    terms = [*dict.fromkeys([word for word in words if word not in STOP] or words)]
+    if len(terms) > 64:  # the question often stands behind a paste
+        terms = terms[:32] + terms[-32:]
+    return [f'"{spaced(term)}"' for term in terms]
+
+
 # --- Secrets ---
 
 PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpass(?=[:=])|\bpwd?\b
@@ -1445,299 +1756,6 @@ def one_line(text: Any) -> str:
     return " ".join(HINT_MARKS.sub("…", "".join(seen)).split())
 
 
-# --- Facts (Mem0) ---
-
-MAX_PROFILE = 20  # profile facts per user
-MAX_HISTORY = 5000  # newest rows of history kept per user
-
-
-@functools.cache
-def open_mem0() -> Any:
-    """Import Mem0, which takes a second, and make one without a store of its own."""
-    os.environ["MEM0_TELEMETRY"] = "False"  # read when Mem0 is imported
-    import mem0.configs.base
-    from mem0.utils import spacy_models
-    from mem0.vector_stores.base import VectorStoreBase
-
-    # These are private names of Mem0 2.2. If spaCy is installed without its model, Mem0
-    # would download one.
-    spacy_models._load_failed_full = spacy_models._load_failed_lemma = True
-    logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
-    VectorStoreBase.register(FactStore)
-    # Mem0's constructor builds clients and a store that nobody uses: 630 ms and 34 MB.
-    opened = mem0.Memory.__new__(mem0.Memory)
-    vars(opened).update(config=mem0.configs.base.MemoryConfig(), _entity_store=None)
-    return opened
-
-
-class FactStore:
-    """The facts of one user as Mem0's vector store, embedder and history.
-
-    Mem0's own FAISS store searches all users' vectors before it filters by user
-    (mem0ai/mem0 issue 6998) and writes in place. After a kill, its SQLite history held
-    facts that never existed. This store keeps all of it in a UserRecord, which is
-    written whole or not at all.
-    """
-
-    def __init__(self, record: "UserRecord"):
-        self.record, self.mem0 = record, copy.copy(open_mem0())
-        vars(self.mem0).update(vector_store=self, embedding_model=self, db=self)
-
-    def apply(self, operation: Operation) -> None:
-        """Let Mem0 add, update or delete. If a fact is said again, only count it."""
-        id, text = operation.id, operation.text
-        new: Json = {"kind": operation.kind, "importance": operation.importance}
-        new |= {"source": operation.source, "last_seen_at": operation.at}
-        duplicate = find_duplicate(self.record.facts, text)  # none for a delete
-        if duplicate and duplicate["id"] != id:
-            self.count_again(duplicate, operation)
-            if id:  # now it says the same as another fact
-                self.mem0.delete(id)
-        elif operation.op == "delete":
-            self.mem0.delete(id)
-        elif id:
-            self.mem0.update(id, text, metadata=new)
-        else:
-            new |= {"frequency": 1, "created_at": operation.at}
-            self.mem0.add(text, user_id="user", infer=False, metadata=new)
-
-    def count_again(self, fact: Fact, operation: Operation) -> None:
-        """Count that a fact was said again, unless in the same turn."""
-        # Not through Mem0, because that would be a row of history.
-        if fact["source"] != operation.source:
-            seen = max(fact["last_seen_at"], operation.at)
-            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
-            self.record.facts[fact["id"]] = fact | again
-
-    def evict(self, max_facts: int) -> None:
-        """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
-        ranked = scored(self.record.facts)
-        profile = [fact["id"] for fact in ranked if fact["kind"] == "profile"]
-        for id in profile[MAX_PROFILE:]:
-            self.record.facts[id] = {**self.record.facts[id], "kind": "episodic"}
-        for fact in ranked[max_facts:]:
-            self.mem0.delete(fact["id"])
-
-    # What Mem0 calls on its vector store, with its own names and arguments
-
-    def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
-        self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
-
-    def update(self, vector_id: str, vector: Any, payload: Json) -> None:
-        fact: Any = {**payload, "id": vector_id, "text": payload["data"]}
-        # Only a fact's own fields, or Mem0 links entities of its `user_id`.
-        for name in fact.keys() - Fact.__annotations__:
-            del fact[name]
-        self.record.facts[vector_id] = fact
-
-    def delete(self, vector_id: str) -> None:
-        del self.record.facts[vector_id]
-
-    def get(self, vector_id: str) -> Any:
-        fact = self.record.facts[vector_id]
-        return SimpleNamespace(payload={**fact, "data": fact["text"]})
-
-    # On its history
-
-    def add_history(
-        self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
-    ) -> None:
-        row = {"memory_id": memory_id, "event": event, "at": now()}
-        self.record.history.append(row | {"old_memory": old, "new_memory": new})
-        del self.record.history[:-MAX_HISTORY]
-
-    # On its embedder
-
-    def embed(self, text: str, memory_action: str) -> None:
-        """Return no vector, because facts are embedded in the background."""
-
-
-def scored(facts: dict[str, Fact]) -> ScoredFacts:
-    """Return facts with their score now, best first, and of equal ones the newest."""
-    newest: Any = reversed(facts.values())
-    rows = [{**fact, "score": score_now(fact)} for fact in newest]
-    return sorted(rows, key=lambda row: -row["score"])
-
-
-def score_now(fact: Any) -> float:
-    age = datetime.now(UTC) - datetime.fromisoformat(fact["last_seen_at"])
-    fresh = math.exp(-max(timedelta(), age) / timedelta(days=30))
-    often = min(1.0, math.log1p(fact["frequency"]) / 3)
-    return round(0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often, 4)
-
-
-def has_faded(fact: Any) -> bool:
-    """Tell whether a fact is neither shown nor found. It stays on disk."""
-    return fact["kind"] == "episodic" and score_now(fact) < 0.25
-
-
-def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
-    """Return the fact whose content words agree in order, endings aside."""
-    words = stems(text)
-    same = (fact for fact in facts.values() if stems(fact["text"]) == words)
-    return next(same, None) if words else None
-
-
-# --- Search ---
-
-RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
-ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
-LEAST_BEST = 0.59  # share of `chance` that the best entry needs, or nothing is found
-LEAST = 0.3  # share of `chance` that every entry needs
-FEW = 8  # entries; the cosines of fewer have no distribution
-HIT = "1"  # SQL: each word of the query that an entry holds counts one
-BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
-
-
-class Entry(NamedTuple):
-    """What can be found: a fact, or one message of a past turn."""
-
-    key: str  # the id of the fact, or session_id/turn
-    text: str
-    before: str  # the message before
-    after: str
-    day: str  # in words
-
-
-def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
-    """Return the messages of a session's turns, each with its neighbours."""
-    said = [(row, text) for row in turns for text in (row["query"], row["response"])]
-    said = [(row, text) for row, text in said if text.strip()]
-    around = ["", *(text[:500] for _, text in said), ""]
-    entries = []
-    for (row, text), before, after in zip(said, around, around[2:]):
-        key = f"{session_id}/{row['turn']}"
-        day = long_date(row["ended_at"])
-        entries.append(Entry(key, text, before, after, day))
-    return entries
-
-
-def vector_id(model: str, key: str, text: str) -> int:
-    content = f"{model}\0{key}\0{text}".encode("utf-8", "replace")
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest) >> 1  # FAISS's ids have 63 bits
-
-
-class Index:
-    """Hybrid search over entries: FAISS for meaning, FTS5 for words.
-
-    Both are put on one scale, the evidence that an entry is relevant to a query:
-
-        meaning  = (cosine - its mean) / standard deviation of the entries' own cosines
-        chance   = sqrt(2 ln n), what the best of n entries reaches by chance
-        loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
-        strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
-
-    A strict search ends where relevance ends. It finds nothing if the best entry has
-    less than LEAST_BEST * chance. Otherwise it finds entries that have LEAST * chance
-    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
-    """
-
-    def __init__(self, entries: dict[int, Entry], vectors: Vectors):
-        """Index entries by the ids of their vectors. Some may lack a vector."""
-        self.entries = [*entries.values()]
-        self.spread = 0.0
-        self.word_index = sqlite3.connect(":memory:", check_same_thread=False)
-        table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
-        self.word_index.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
-        insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
-        rows = ([*map(spaced, entry[1:])] for entry in self.entries)
-        self.word_index.executemany(insert, rows)
-        vectors = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        if len(vectors) > 2:
-            self.index_vectors(vectors)
-
-    def index_vectors(self, vectors: Vectors) -> None:
-        """Index vectors by the numbers of their entries, and measure their spread."""
-        self.vector_index = flat_index(vectors)
-        # Sorted, or the sample would depend on the order of the entries.
-        ordered = sorted(vectors.values(), key=lambda vector: vector[0])
-        sample = np.stack(ordered[:: len(ordered) // 150 + 1])
-        # Half of the mean is subtracted, so entries that are near to everything sink.
-        self.shift = sample.mean(axis=0) / 2
-        # Not a matrix product, because that wakes threads.
-        cosines = np.einsum("id,jd->ij", sample, sample - self.shift)
-        others = cosines[~np.eye(len(sample), dtype=bool)]
-        self.spread = round(float(others.std()), 6)
-
-    def search(
-        self, query: str, vector: Vector | None, k: int, strict: bool = True
-    ) -> list[tuple[float, str]]:
-        """Return the scores, below 1, and the keys of the k best entries."""
-        size, terms = len(self.entries), query_terms(query)
-        chance = math.sqrt(2 * math.log(max(2, size)))
-        meaning = self.meaning_scores(vector)
-        words = self.word_scores(terms, HIT if strict else BM25)
-        if strict:
-            # One word of several says little, so the share is squared. Without vectors
-            # it is not, because then words are all there is.
-            power = 2 if meaning.any() else 1
-            share = words / max(1, len(terms))
-            evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
-        else:
-            evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        kept = evidence != 0  # else neither a vector nor a word matches
-        if strict and size >= FEW:
-            best = evidence.max()
-            kept &= evidence >= max(LEAST * chance, best - chance)
-            kept &= best >= LEAST_BEST * chance
-        order = np.lexsort((-meaning, -evidence))
-        scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
-        best_first = [n for n in order if kept[n]]
-        return [(scores[n], self.entries[n].key) for n in best_first[:k]]
-
-    def meaning_scores(self, vector: Vector | None) -> np.ndarray:
-        """Return how near each entry is to a vector, in sigmas."""
-        meaning = np.zeros(len(self.entries))
-        if vector is not None and self.spread and self.vector_index.d == len(vector):
-            shifted = (vector - self.shift)[None]
-            [cosines], [numbers] = self.vector_index.search(
-                shifted, self.vector_index.ntotal
-            )
-            meaning[numbers] = (cosines - cosines.mean()) / self.spread
-        return meaning
-
-    def word_scores(self, terms: list[str], score: str) -> np.ndarray:
-        """Return the sum of a score over the terms that each entry holds."""
-        words = np.zeros(len(self.entries))
-        select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
-        for term in terms:
-            for number, value in self.word_index.execute(select, [term]):
-                words[number] += value
-        return words
-
-
-def flat_index(vectors: Vectors) -> Any:
-    """Return a FAISS index of vectors by id, which compares a query with each."""
-    matrix = np.stack([*vectors.values()])
-    index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
-    index.add_with_ids(matrix, np.array([*vectors], "int64"))
-    return index
-
-
-def unit_vector(values: Any) -> Vector:
-    """Return the direction of a vector. Raises ValueError if it holds no numbers."""
-    vector = np.asarray(values, "float32").ravel()
-    norm = float(np.linalg.norm(vector))
-    if not vector.size or not math.isfinite(norm):
-        raise ValueError("a vector without numbers")
-    return vector / (norm or 1)
-
-
-def spaced(text: str) -> str:
-    """Return a text for FTS5, which takes a run of Chinese letters for one word."""
-    return re.sub(UNSPACED, r" \g<0> ", folded(text))
-
-
-def query_terms(query: str) -> list[str]:
-    """Return the query's words without stop words, quoted for FTS5, at most 64."""
-    words = split_words(query)
-    terms = [*dict.fromkeys([word for word in words if word not in STOP] or words)]
-    if len(terms) > 64:  # the question often stands behind a paste
-        terms = terms[:32] + terms[-32:]
-    return [f'"{spaced(term)}"' for term in terms]
-
-
 # --- One user's files ---
 
 FACT_VECTORS, TURN_VECTORS = "memory.faiss", "turns.faiss"  # files of vectors
@@ -1865,8 +1883,8 @@ class UserFiles:
         self, vector_file: str, pattern: str, record: UserRecord | None = None
     ) -> None:
         """Delete files, and the vectors whose entries are gone then."""
-        # After a kill something must be left, so that the deletion can be repeated: the
-        # vectors go first, a marker last.
+        # After a kill, a second DELETE must still find the fact in memory.json or the
+        # session by a file. So vectors go first, and a marker last.
         vectors = self.vectors(vector_file)
         paths = [*self.folder.glob(pattern)]
         paths.sort(key=lambda path: path.suffix == ".unlearned")
@@ -1892,7 +1910,7 @@ class UserFiles:
         return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, file: str) -> Vectors:
-        # Not shared, because a cache of them would be the largest part of the memory.
+        # Not shared, because `fact_index` keeps the facts' vectors of 64 users.
         return load_file(self.folder / file, parse_vectors, shared=False) or {}
 
     def write_vectors(self, file: str, vectors: Vectors) -> None:

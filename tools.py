@@ -71,6 +71,7 @@ async def call_tool(
         ok, text = False, f"Error: {str(error) or type(error).__name__}"
         if limit.expired():  # else a TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
+        # An error in the arguments is titled "call[…]". Any other is the tool's own.
         elif isinstance(error, ValidationError) and error.title.startswith("call["):
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             text = f"Error: {name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
@@ -129,8 +130,8 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = text.replace("% of", "% *")
-    # 15% is (15/100). In 7 % 4 a number follows, so it stays a remainder.
-    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.])", r"(\1/100)", text)
+    # 15% is (15/100). In 7 % 4 and 7 % -4 a number follows, so it stays a remainder.
+    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
