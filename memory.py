@@ -1819,7 +1819,9 @@ class AtomicStorage(Storage):
 class UserFiles:
     """Everything about one user: facts, transcripts and vectors, in one folder.
 
-    All methods run in a thread, under the user's lock. Other code uses `User`.
+    All methods run in a thread, under the user's lock. Other code uses `User`. Files are
+    written in an order that a crash cannot break: a marker before its turn; facts and the
+    mark of what is learned at once; vectors after facts. A deletion goes the other way.
     """
 
     folder: Path
