@@ -108,7 +108,7 @@ class Settings(memory.Settings):
         Raises:
             SystemExit: A value is not valid. The message is one line.
         """
-        names = {field.name for field in fields(cls)} - NOT_READ
+        names = {setting.name for setting in fields(cls)} - NOT_READ
         given: Json = {name: environment.get(name.upper()) for name in names}
         try:
             return cls(**{name: text for name, text in given.items() if text})
@@ -198,17 +198,25 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
 
 
 class Failure(HTTPException):
-    """A turn cannot go on. `answered` is the endpoint's own status, if it sent one."""
+    """A turn cannot go on. `upstream_status` is the endpoint's own, if it sent one."""
 
-    def __init__(self, code: str, reason: str = "", answered: int = 0, wait: str = ""):
+    def __init__(
+        self,
+        code: str,
+        reason: str = "",
+        upstream_status: int = 0,
+        retry_after: str = "",
+    ):
         status, sentence = FAILURES[code]
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
-        if 400 <= answered < 500 and answered != 408:
-            status = answered
+        if 400 <= upstream_status < 500 and upstream_status != 408:
+            status = upstream_status
         # Each retry of openai's client would be a saved turn.
-        headers = {"X-Should-Retry": "false"} | ({"Retry-After": wait} if wait else {})
+        headers = {"X-Should-Retry": "false"}
+        if retry_after:
+            headers["Retry-After"] = retry_after
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
-        self.code, self.answered = code, answered
+        self.code, self.upstream_status = code, upstream_status
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+2028
@@ -217,7 +225,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 class EventStream:
     """The events of one turn, between its task and its client."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[None]  # of the turn; AgentRun.start sets it
     failure: Failure | None = None  # what the event `error` reports
 
     def __init__(self, settings: Settings):
@@ -420,11 +428,11 @@ class AgentRun:
                 answered = True
             else:  # an empty reply: ask once more without tools, then give up
                 await self.take_back()
-                answered = choice == "none"  # that was the request without tools
-                choice = "none"
-                if answered:
+                if choice == "none":
+                    answered = True
                     self.reply.text = SORRY
                     await self.emit("token", text=SORRY)
+                choice = "none"
         if is_last and max_rounds > 1 and outcome.finish_reason == "stop":
             outcome.finish_reason = "max_rounds"
 
@@ -511,7 +519,7 @@ class AgentRun:
             await self.emit("tool_call", **about, arguments=row["arguments"])
         limit = self.service.settings.tool_timeout
         ok, content = await tools.call_tool(self.functions, name, arguments, limit)
-        row |= {"ok": ok, "content": content}
+        row.update(ok=ok, content=content)  # it is already in tool_rows
         if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
             await self.emit("tool_result", **about, ok=ok, content=content, ms=ms)
@@ -551,11 +559,11 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
         rest[last] = with_hints(rest[last], block)
     dropped = False
     for n, message in enumerate(rest):
-        # What depends on a dropped message goes with it: before the last user message
-        # all up to the next user message, after it all up to the next assistant's.
-        starts = message["role"] == ("user" if n < last else "assistant")
-        belongs_to_dropped = dropped and not starts
-        dropped = n != last and (excess > 0 or belongs_to_dropped)
+        # A group is dropped whole: a question with its answer, a call with its results.
+        # Groups begin with "user" before the last question, with "assistant" after it.
+        begins_group = message["role"] == ("user" if n < last else "assistant")
+        follows_dropped = dropped and not begins_group
+        dropped = n != last and (excess > 0 or follows_dropped)
         if dropped:
             excess -= tokens_in([message])
         else:
@@ -693,10 +701,11 @@ class ReplyParser:
         call["more"] |= unknown_fields(piece)
 
     def continued_call(self, begun: Json) -> Json | None:
-        """Find the call that a piece continues, by index, else by id, else the last.
+        """Return the call that a piece continues, or None if it begins another.
 
-        A piece with a name begins another call if its index, id or name differs. So
-        does a piece with a new index and an id.
+        Candidates are the calls with its index; else those with its id; else all, but
+        none if it has both. The last candidate is continued, unless the piece has a name
+        and differs from it in index, id or name.
         """
 
         def having(key: str) -> list[Json]:
@@ -838,7 +847,9 @@ class Endpoint:
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        self.patient = self.client.with_options(timeout=patient)  # for whole answers
+        self.slow_client = self.client.with_options(
+            timeout=patient
+        )  # for whole answers
 
     async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
         """Ask for a reply, and yield the parts of each chunk."""
@@ -852,7 +863,7 @@ class Endpoint:
         """Yield the chunks of a reply, or the whole reply if it is not streamed."""
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
         kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
-        client = self.client if body.get("stream") else self.patient
+        client = self.client if body.get("stream") else self.slow_client
         opening = client.post("/chat/completions", body=body, stream=True, **kind)
         async with await opening as sent:
             if "json" in sent.response.headers.get("Content-Type", ""):
@@ -863,7 +874,7 @@ class Endpoint:
 
     async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
         """Return an answer that is not streamed."""
-        client = self.patient if is_slow else self.client
+        client = self.slow_client if is_slow else self.client
         with endpoint_errors():
             return await client.post(path, body=body, cast_to=object)
 
@@ -879,7 +890,7 @@ class Endpoint:
         try:
             rows = (await self.post("/embeddings", body))["data"]
         except Failure as failure:
-            if failure.answered in (400, 413, 422, 500):
+            if failure.upstream_status in (400, 413, 422, 500):
                 raise RequestRefused from failure
             raise
         # Gemini leaves out an index of 0.
@@ -909,7 +920,7 @@ class Endpoint:
                 self.failure = None
             except Failure as failure:
                 # Some servers have no list of models, and work.
-                works = self.set_model and failure.answered in (404, 405)
+                works = self.set_model and failure.upstream_status in (404, 405)
                 self.failure = None if works else failure
             self.model = self.set_model or next(iter(self.contexts), "")
             self.list_next = time.monotonic() + (1 if self.failure else 10)
@@ -1063,7 +1074,7 @@ class Service:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
             too_long = failure.code == "context_too_long"
-            refused = failure.answered in (400, 413, 422) and messages != PROBE
+            refused = failure.upstream_status in (400, 413, 422) and messages != PROBE
             if refused and not too_long:
                 # If it refuses this too, it refuses a parameter, not the turn.
                 await self.complete(PROBE, schema)
@@ -1083,8 +1094,8 @@ def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
     model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-    # Without a server of their own, embeddings use the chat's: always if that is
-    # OpenAI, else only if a model is set.
+    # Without a server of their own, embeddings use the chat's: OpenAI has a default
+    # model for them; for one's own server a model must be set.
     is_configured = bool(settings.openai_base_url or settings.openai_api_key)
     if settings.embedding_base_url or (is_configured and model):
         return Endpoint(url, key, model, settings.upstream_timeout)
@@ -1244,7 +1255,8 @@ async def completions(
 
 def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     """Return the turn that is asked for. Without a user, it has no session."""
-    history = [message.model_dump(exclude_unset=True) for message in body.messages]
+    sent = [message.model_dump(exclude_unset=True) for message in body.messages]
+    history = json.loads(mended(json.dumps(sent, ensure_ascii=False)))
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:
@@ -1255,7 +1267,7 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     user_id = user_of(body, headers)
     if user_id and asked.query and body.store is not False and memory_is_on(headers):
         given = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
-        session = str(given or "").strip()
+        session = mended(str(given or "")).strip()
         asked.user_id = user_id
         try:
             asked.session_id = str(UUID(session))

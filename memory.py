@@ -90,7 +90,7 @@ Embed = Callable[[list[str]], Awaitable[list[Any]]]  # lists of numbers, or arra
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
-@dataclass(frozen=True)  # not checked here, but in `main.Settings`
+@dataclass(frozen=True)  # `main.Settings` checks the values; alone, pass valid ones
 class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
@@ -367,14 +367,14 @@ class Memory:
         return None
 
     async def embed_missing(
-        self, user: "User", file: str, limit: float | None = None
+        self, user: "User", vector_file: str, limit: float | None = None
     ) -> None:
         """Make the vectors that a user's file lacks, as far as the endpoint answers.
 
         Args:
             limit: Seconds for each request, if somebody waits for it.
         """
-        missing = await user.missing_vectors(file) if self.embed else {}
+        missing = await user.missing_vectors(vector_file) if self.embed else {}
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
             vectors = None
@@ -384,7 +384,7 @@ class Memory:
             if vectors is None:
                 return
             with self.optional("storage"):
-                await user.add_vectors(file, vectors)
+                await user.add_vectors(vector_file, vectors)
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
         """Return the vectors of texts, except of those that the endpoint refuses.
@@ -518,8 +518,8 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        # A line may take hint_tokens / 3 tokens. At 3 bytes a token this is hint_tokens
-        # bytes, less 3 for the token that count_tokens adds.
+        # A third of the hints at most. A text of n bytes counts as n // 3 + 1 tokens, so
+        # a line of hint_tokens - 3 bytes just fits.
         max_bytes = max(0, settings.hint_tokens - 3)
         just_said = [cut(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = just_said[: count_that_fit(just_said, settings.hint_tokens // 3)]
@@ -608,13 +608,15 @@ class Turn:
         row |= {"started_at": now(), "ended_at": now()} | more
         # Counted before the write, or /health could say 0 while a turn waits. If the
         # write fails, the learner sets the count right.
-        self.memory.learner.pending[self.user.folder.name] += 1
+        pending, name = self.memory.learner.pending, self.user.folder.name
+        pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
         try:
             await to_the_end(asyncio.ensure_future(saving))
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
+        pending[name] = max(1, pending[name])  # if the learner set it meanwhile
         self.memory.degraded.pop("storage", None)
 
     # Tools for the model. The user and the session are bound, never arguments.
@@ -814,7 +816,8 @@ class Learner:
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns, failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
-        # Each failure halves the room for examples, and that for facts and turns.
+        # Each failure halves two budgets: that of the examples, and that of the facts
+        # and turns together.
         part = 2**failures
         room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
         prompt = learning_prompt(int(room * EXAMPLES_SHARE) // part)
@@ -965,9 +968,9 @@ OPERATION_FIELDS: Json = {
 }
 # Each example has known facts, turns as [query, response], and operations as values in
 # the order of OPERATION_FIELDS. If nothing is worth keeping, an operation is only the
-# quote. Weak models learn more from examples than from rules, also other languages.
-# With eleven of these sixteen, a model of 1.5B got 27 of the 40 cases of
-# `.bench/learning.py` right, not 34.
+# quote. Weak models learn more from examples than from rules, in other languages too.
+# A model of 1.5B got 34 of the 40 cases of `.bench/learning.py` right with these sixteen
+# examples, but only 27 with eleven of them.
 LEARN_EXAMPLES = json.loads("""[
 [[], [["hey, Nadia here. My dog Bo sees the vet tomorrow, what should I ask?", "Ask about vaccines."]],
  [["Nadia here", "profile", "add", null, "User's name is Nadia", 0.9],
@@ -1272,9 +1275,10 @@ def is_rest(text: str, fact: str, query: str) -> bool:
     rest, whole = word_set(text), word_set(fact)
     if not rest or not rest < whole or forbidden(text):
         return False
-    gone_and_named = whole - rest - unnamed_words(fact, query)
+    lost = whole - rest
+    user_named_one = bool(lost - unnamed_words(fact, query))
     same_beginning = split_words(text)[:1] == split_words(fact)[:1]
-    return same_beginning and bool(gone_and_named)
+    return same_beginning and user_named_one
 
 
 def forbidden(text: str) -> str:
@@ -1329,14 +1333,16 @@ class FactStore:
         id, text = operation.id, operation.text
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": operation.source, "last_seen_at": operation.at}
-        duplicate = find_duplicate(self.record.facts, text)  # none for a delete
-        if duplicate and duplicate["id"] != id:
-            self.count_again(duplicate, operation)
-            if id:  # now it says the same as another fact
+        twin = find_duplicate(
+            self.record.facts, text
+        )  # a delete has no text, so no twin
+        if twin and twin["id"] != id:
+            self.count_again(twin, operation)
+            if operation.op == "update":  # the fact would now say the same as its twin
                 self.mem0.delete(id)
         elif operation.op == "delete":
             self.mem0.delete(id)
-        elif id:
+        elif operation.op == "update":
             self.mem0.update(id, text, metadata=new)
         else:
             new |= {"frequency": 1, "created_at": operation.at}
@@ -1728,6 +1734,7 @@ def stems(text: str) -> tuple[str, ...]:
 
 def stem(word: str) -> str:
     """Cut an English ending (lives, living, live), but never a past tense."""
+    # -ing and -e behind 3 letters, -es behind 2, -s behind 3 whose last is no s
     word = re.sub(r"((?<=\w{3})(ing|e)|(?<=\w\w)es|(?<=\w\w[^\Ws])s)$", "", word)
     word = re.sub(r"(?<=[^\Waeiou])y$", "i", word)  # study, studies
     return re.sub(r"([bdgmnprt])\1$", r"\1", word)  # running, run
@@ -1838,7 +1845,8 @@ class UserFiles:
             raise NotFound("user")
         record = load_file(self.folder / "memory.json", USER_RECORD.validate_json)
         if record is None:
-            # Markers come first, or after a kill here nobody would learn the sessions.
+            # Every session is marked before the new file is written. If we were killed
+            # after the file, the old turns would never be learned again.
             for session_id in self.session_ids():
                 self.marker(session_id).touch()
             record = UserRecord("", uuid.uuid4().hex)
@@ -1885,8 +1893,9 @@ class UserFiles:
         self, vector_file: str, pattern: str, record: UserRecord | None = None
     ) -> None:
         """Delete files, and the vectors whose entries are gone then."""
-        # After a kill, a second DELETE must still find the fact in memory.json or the
-        # session by a file. So vectors go first, and a marker last.
+        # If a kill interrupts this, the client deletes again, and callers look for these
+        # files to tell whether there is anything to delete. So the vectors, for which
+        # nobody looks, go first, and a marker goes last.
         vectors = self.vectors(vector_file)
         paths = [*self.folder.glob(pattern)]
         paths.sort(key=lambda path: path.suffix == ".unlearned")
@@ -1897,10 +1906,10 @@ class UserFiles:
             self.write(record)
         self.write_vectors(vector_file, vectors)
 
-    def entries(self, file: str) -> dict[int, Entry]:
+    def entries(self, vector_file: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
         entries = []
-        if file == FACT_VECTORS:
+        if vector_file == FACT_VECTORS:
             for id, fact in self.load().facts.items():
                 day = long_date(fact["created_at"])
                 entries.append(Entry(id, fact["text"], "", "", day))
@@ -1911,13 +1920,13 @@ class UserFiles:
                 )
         return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
 
-    def vectors(self, file: str) -> Vectors:
+    def vectors(self, vector_file: str) -> Vectors:
         # Not shared, because `fact_index` keeps the facts' vectors of 64 users.
-        return load_file(self.folder / file, parse_vectors, shared=False) or {}
+        return load_file(self.folder / vector_file, parse_vectors, shared=False) or {}
 
-    def write_vectors(self, file: str, vectors: Vectors) -> None:
+    def write_vectors(self, vector_file: str, vectors: Vectors) -> None:
         """Write the vectors whose entries exist; without any there is no file."""
-        entries = self.entries(file)
+        entries = self.entries(vector_file)
         # Two models may share a name. Only vectors of the newest one's size are kept.
         newest = [*vectors.values()][-1:]
         size = len(newest[0]) if newest else 0
@@ -1925,7 +1934,9 @@ class UserFiles:
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
             digest = hashlib.sha256(content).digest()
-            replace_file(self.folder / file, content + digest)
+            replace_file(self.folder / vector_file, content + digest)
+        else:
+            (self.folder / vector_file).unlink(missing_ok=True)
 
 
 def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -2101,16 +2112,16 @@ class User(UserFiles):
         shutil.rmtree(gone, ignore_errors=True)  # another start may delete it, too
 
     @locked
-    def missing_vectors(self, file: str) -> dict[int, str]:
+    def missing_vectors(self, vector_file: str) -> dict[int, str]:
         """Return the texts without a vector, by the vector's id."""
-        vectors, entries = self.vectors(file), self.entries(file)
+        vectors, entries = self.vectors(vector_file), self.entries(vector_file)
         return {id: one.text for id, one in entries.items() if id not in vectors}
 
     @locked
-    def add_vectors(self, file: str, new: Vectors) -> None:
+    def add_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         if new:
-            self.write_vectors(file, self.vectors(file) | new)
+            self.write_vectors(vector_file, self.vectors(vector_file) | new)
 
     @locked
     def search_facts(

@@ -106,7 +106,7 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
     {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
     {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
     {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
-    {"K": 9, "C": 9, "F": 5},  # 1 K is 9/5 °F
+    {"K": 9, "C": 9, "F": 5},  # in ninths of a kelvin: a step of 1 °F is 5/9 K
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
@@ -130,7 +130,8 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = text.replace("% of", "% *")
-    # 15% is (15/100). In 7 % 4 and 7 % -4 a number follows, so it stays a remainder.
+    # Before a number, name or parenthesis, % is a remainder: 7 % 4, 7 % -4. Elsewhere it
+    # is per cent: 15% is (15/100).
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
