@@ -201,11 +201,7 @@ class Failure(HTTPException):
     """A turn cannot go on. `upstream_status` is the endpoint's own, if it sent one."""
 
     def __init__(
-        self,
-        code: str,
-        reason: str = "",
-        upstream_status: int = 0,
-        retry_after: str = "",
+        self, code: str, reason: str = "", upstream_status: int = 0, wait: str = ""
     ):
         status, sentence = FAILURES[code]
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
@@ -213,8 +209,8 @@ class Failure(HTTPException):
             status = upstream_status
         # Each retry of openai's client would be a saved turn.
         headers = {"X-Should-Retry": "false"}
-        if retry_after:
-            headers["Retry-After"] = retry_after
+        if wait:  # seconds, or a date
+            headers["Retry-After"] = wait
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
         self.code, self.upstream_status = code, upstream_status
 
@@ -427,7 +423,7 @@ class AgentRun:
             elif self.reply.text.strip() or outcome.finish_reason != "stop":
                 answered = True
             else:  # an empty reply: ask once more without tools, then give up
-                await self.take_back()
+                await self.emit_parts(self.reply.take_back())
                 if choice == "none":
                     answered = True
                     self.reply.text = SORRY
@@ -469,13 +465,9 @@ class AgentRun:
         except Failure:
             if not self.reply.finish_reason:
                 raise
-        await self.emit_parts([*self.reply.finish()])
+        await self.emit_parts(self.reply.finish())
 
-    async def take_back(self) -> None:
-        """Tell the client that this round's text is not the answer."""
-        await self.emit_parts([*self.reply.take_back()])
-
-    async def emit_parts(self, parts: "Parts") -> None:
+    async def emit_parts(self, parts: "Iterable[Part]") -> None:
         for type, value in parts:
             field = "choice" if type == "passed_on" else "text"
             await self.emit(type, **{field: value})
@@ -494,7 +486,7 @@ class AgentRun:
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time. Append their results in order."""
-        await self.take_back()
+        await self.emit_parts(self.reply.take_back())
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
@@ -588,7 +580,7 @@ def tokens_in(messages: list[Message]) -> int:
 
 # --- The model's reply ---
 
-Parts = list[tuple[EventType, Any]]  # the type of an event, and its text or fields
+Part = tuple[EventType, Any]  # the type of an event, and its text or fields
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -614,7 +606,7 @@ class ReplyParser:
         self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
         self.usage: Json = {}
 
-    def feed(self, chunk: Json) -> Iterator[tuple[EventType, Any]]:
+    def feed(self, chunk: Json) -> Iterator[Part]:
         """Yield a chunk's parts: `thinking`, `token`, `thought` and `passed_on`."""
         choice = (chunk.get("choices") or [{}])[0]
         if error := chunk.get("error") or choice.get("error"):
@@ -639,7 +631,7 @@ class ReplyParser:
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
 
-    def parts_of_text(self, text: str) -> Iterator[tuple[EventType, Any]]:
+    def parts_of_text(self, text: str) -> Iterator[Part]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held = half[0] if half else ""
@@ -660,12 +652,13 @@ class ReplyParser:
                 self.text += part
                 yield "token", part
 
-    def take_back(self) -> Iterator[tuple[EventType, Any]]:
+    def take_back(self) -> Iterator[Part]:
+        """Yield that this round's text is not the answer."""
         if self.text:
             yield "thought", self.text
         self.text = ""
 
-    def finish(self) -> Iterator[tuple[EventType, Any]]:
+    def finish(self) -> Iterator[Part]:
         """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
@@ -704,8 +697,8 @@ class ReplyParser:
         """Return the call that a piece continues, or None if it begins another.
 
         Candidates are the calls with its index; else those with its id; else all, but
-        none if it has both. The last candidate is continued, unless the piece has a name
-        and differs from it in index, id or name.
+        none if it has both. The last candidate is continued, unless the piece has a
+        name and differs from it in index, id or name.
         """
 
         def having(key: str) -> list[Json]:
@@ -851,7 +844,9 @@ class Endpoint:
             timeout=patient
         )  # for whole answers
 
-    async def stream(self, body: Json, reply: ReplyParser) -> AsyncGenerator[Parts]:
+    async def stream(
+        self, body: Json, reply: ReplyParser
+    ) -> AsyncGenerator[list[Part]]:
         """Ask for a reply, and yield the parts of each chunk."""
         with endpoint_errors():  # a chunk may have any shape
             async with aclosing(self.chunks(body)) as chunks:
@@ -1169,7 +1164,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line. /chat has no `passed_on`; a refusal is sent as a token."""
+    """Return an event's line. /chat has no `passed_on`; a refusal is a token."""
     if event["type"] == "passed_on":
         refusal = event["choice"]["delta"].get("refusal")
         event = {"type": "token", "round": event["round"], "text": refusal}

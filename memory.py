@@ -518,8 +518,8 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        # A third of the hints at most. A text of n bytes counts as n // 3 + 1 tokens, so
-        # a line of hint_tokens - 3 bytes just fits.
+        # At most a third of the hints. A text of n bytes counts as n // 3 + 1 tokens,
+        # so a line of hint_tokens - 3 bytes just fits.
         max_bytes = max(0, settings.hint_tokens - 3)
         just_said = [cut(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = just_said[: count_that_fit(just_said, settings.hint_tokens // 3)]
@@ -861,7 +861,7 @@ class Learner:
 
             null           the change passes
             a valid rest   the fact becomes it, see `is_rest`
-            anything else  the fact stays, unless a delete shares a word with the message
+            anything else  the fact stays, unless it is a delete and shares a word
 
         In the last two cases the text of an update is added, unless it is invented.
         """
@@ -969,8 +969,8 @@ OPERATION_FIELDS: Json = {
 # Each example has known facts, turns as [query, response], and operations as values in
 # the order of OPERATION_FIELDS. If nothing is worth keeping, an operation is only the
 # quote. Weak models learn more from examples than from rules, in other languages too.
-# A model of 1.5B got 34 of the 40 cases of `.bench/learning.py` right with these sixteen
-# examples, but only 27 with eleven of them.
+# A model of 1.5B got 34 of the 40 cases of `.bench/learning.py` right with these
+# sixteen examples, but only 27 with eleven of them.
 LEARN_EXAMPLES = json.loads("""[
 [[], [["hey, Nadia here. My dog Bo sees the vet tomorrow, what should I ask?", "Ask about vaccines."]],
  [["Nadia here", "profile", "add", null, "User's name is Nadia", 0.9],
@@ -1474,15 +1474,16 @@ class Index:
 
     Both are put on one scale, the evidence that an entry is relevant to a query:
 
-        meaning  = (cosine - mean of the query's) / deviation of the entries' own cosines
+        meaning  = (cosine - mean of the query's) / deviation of the entries' cosines
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
                    (not squared without vectors)
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
-    less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have MIN_SHARE * chance
-    and are at most `chance` behind the best. `.bench/recall.py` has the figures.
+    less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
+    MIN_SHARE * chance and are at most `chance` behind the best. With fewer than FEW
+    entries nothing is left out. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1826,9 +1827,9 @@ class AtomicStorage(Storage):
 class UserFiles:
     """Everything about one user: facts, transcripts and vectors, in one folder.
 
-    All methods run in a thread, under the user's lock. Other code uses `User`. Files are
-    written in an order that a crash cannot break: a marker before its turn; facts and the
-    mark of what is learned at once; vectors after facts. A deletion goes the other way.
+    All methods run in a thread, under the user's lock. Other code uses `User`. The
+    order of writes makes a crash harmless: a marker before its turn; facts and what is
+    learned at once; vectors after facts. A deletion goes the other way.
     """
 
     folder: Path
@@ -1893,9 +1894,9 @@ class UserFiles:
         self, vector_file: str, pattern: str, record: UserRecord | None = None
     ) -> None:
         """Delete files, and the vectors whose entries are gone then."""
-        # If a kill interrupts this, the client deletes again, and callers look for these
-        # files to tell whether there is anything to delete. So the vectors, for which
-        # nobody looks, go first, and a marker goes last.
+        # If a kill interrupts this, the client deletes again, and callers tell by these
+        # files whether there is anything to delete. So the vectors, for which nobody
+        # looks, go first, and a marker goes last.
         vectors = self.vectors(vector_file)
         paths = [*self.folder.glob(pattern)]
         paths.sort(key=lambda path: path.suffix == ".unlearned")

@@ -130,8 +130,8 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = text.replace("% of", "% *")
-    # Before a number, name or parenthesis, % is a remainder: 7 % 4, 7 % -4. Elsewhere it
-    # is per cent: 15% is (15/100).
+    # Before a number, name or parenthesis, % is a remainder: 7 % 4, 7 % -4. Elsewhere
+    # it is per cent: 15% is (15/100).
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
