@@ -840,9 +840,8 @@ class Endpoint:
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
         patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        self.slow_client = self.client.with_options(
-            timeout=patient
-        )  # for whole answers
+        # For whole answers
+        self.slow_client = self.client.with_options(timeout=patient)
 
     async def stream(
         self, body: Json, reply: ReplyParser

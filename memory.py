@@ -677,9 +677,7 @@ SHOWN_FACTS = 200  # known facts that a learning call shows at most
 # A request may take 3/4 of the context; the rest is for the answer. We estimate 3 bytes
 # a token, but JSON in vLLM has 2.6, so 3/4 is reached at an estimate of 0.65.
 REQUEST_SHARE = 5 / 8
-EXAMPLES_SHARE = (
-    5 / 9
-)  # of the request: with a context of 8,192 tokens, all examples fit
+EXAMPLES_SHARE = 5 / 9  # of the request: in a context of 8,192 tokens, all fit
 
 
 class Learner:
@@ -1333,9 +1331,7 @@ class FactStore:
         id, text = operation.id, operation.text
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": operation.source, "last_seen_at": operation.at}
-        twin = find_duplicate(
-            self.record.facts, text
-        )  # a delete has no text, so no twin
+        twin = find_duplicate(self.record.facts, text)  # none for a delete: no text
         if twin and twin["id"] != id:
             self.count_again(twin, operation)
             if operation.op == "update":  # the fact would now say the same as its twin
@@ -1430,10 +1426,8 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
 ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
-MIN_BEST_SHARE = (
-    0.59  # share of `chance` that the best entry needs, or nothing is found
-)
-MIN_SHARE = 0.3  # share of `chance` that every entry needs
+MIN_BEST_SHARE = 0.59  # of `chance`, for the best entry, or nothing is found
+MIN_SHARE = 0.3  # of `chance`, for every entry
 FEW = 8  # entries; the cosines of fewer have no distribution
 COUNT_WORDS = "1"  # SQL: each word of the query that an entry holds counts one
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
@@ -1543,10 +1537,8 @@ class Index:
         """Return how near each entry is to a vector, in sigmas."""
         meaning = np.zeros(len(self.entries))
         if vector is not None and self.spread and self.vector_index.d == len(vector):
-            shifted = (vector - self.shift)[None]
-            [cosines], [numbers] = self.vector_index.search(
-                shifted, self.vector_index.ntotal
-            )
+            index, shifted = self.vector_index, (vector - self.shift)[None]
+            [cosines], [numbers] = index.search(shifted, index.ntotal)
             meaning[numbers] = (cosines - cosines.mean()) / self.spread
         return meaning
 
@@ -1916,9 +1908,8 @@ class UserFiles:
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
             for session_id in self.session_ids():
-                entries += message_entries(
-                    session_id, self.transcript(session_id).turns
-                )
+                turns = self.transcript(session_id).turns
+                entries += message_entries(session_id, turns)
         return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, vector_file: str) -> Vectors:
