@@ -69,7 +69,13 @@ Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=Tr
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 # Not read from the environment: only tests change them, and a name such as QUIET may be
 # set there for another program.
-NOT_READ = {"ping_after", "unread_limit", "learn_delay", "retry_delay", "quiet"}
+NOT_IN_ENVIRONMENT = {
+    "ping_after",
+    "unread_limit",
+    "learn_delay",
+    "retry_delay",
+    "quiet",
+}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Settings(memory.Settings):
         Raises:
             SystemExit: A value is not valid. The message is one line.
         """
-        names = {setting.name for setting in fields(cls)} - NOT_READ
+        names = {setting.name for setting in fields(cls)} - NOT_IN_ENVIRONMENT
         given: Json = {name: environment.get(name.upper()) for name in names}
         try:
             return cls(**{name: text for name, text in given.items() if text})
@@ -207,7 +213,7 @@ class Failure(HTTPException):
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
         if 400 <= upstream_status < 500 and upstream_status != 408:
             status = upstream_status
-        # Each retry of openai's client would be a saved turn.
+        # The openai client obeys it. Without it, each retry would save another turn.
         headers = {"X-Should-Retry": "false"}
         if wait:  # seconds, or a date
             headers["Retry-After"] = wait
@@ -258,7 +264,7 @@ class EventStream:
                 # One write for all that waits takes a chat from 10.7 to 8.2 ms of CPU.
                 while not self.queue.empty():
                     events.append(self.queue.get_nowait())
-                ended = events[-1]["type"] in ("done", "error")
+                ended = any(event["type"] in ("done", "error") for event in events)
                 if content := b"".join(map(encode, events)):
                     yield content
         finally:
@@ -366,14 +372,16 @@ class AgentRun:
         if turn:
             shown = map(text_of, self.request.history)
             hints = await turn.hints(self.request.query, shown)
-        has_tools = "tools" in self.request.options  # a client's own replace ours
-        if not has_tools:
+        client_has_tools = (
+            "tools" in self.request.options
+        )  # a client's own replace ours
+        if not client_has_tools:
             self.offer_tools(turn)
         self.body["messages"] = await self.build_prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         told = {"facts": hints.rows(), "pending": pending, "degraded": hints.degraded}
         await self.events.emit("memory", **told)
-        if has_tools:
+        if client_has_tools:
             self.client_calls = await self.ask_model(None)
         else:
             await self.run_rounds()
@@ -825,7 +833,7 @@ class Endpoint:
     """
 
     def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.set_model = model  # from the settings; empty: the server's first
+        self.configured_model = model  # from the settings; empty: the server's first
         self.model = model  # in use: as set, else the first that was listed
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.failure: Failure | None = None  # why the last listing failed
@@ -914,14 +922,15 @@ class Endpoint:
                 self.failure = None
             except Failure as failure:
                 # Some servers have no list of models, and work.
-                works = self.set_model and failure.upstream_status in (404, 405)
+                works = self.configured_model and failure.upstream_status in (404, 405)
                 self.failure = None if works else failure
-            self.model = self.set_model or next(iter(self.contexts), "")
+            self.model = self.configured_model or next(iter(self.contexts), "")
             self.list_next = time.monotonic() + (1 if self.failure else 10)
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        if not (self.set_model and self.contexts):
+        # Once also if the model is set, because the list tells its context.
+        if not (self.configured_model and self.contexts):
             await self.list_models()
         if not self.model:
             no_model = Failure("upstream_unavailable", "It has no model.")
@@ -1075,10 +1084,10 @@ class Service:
             if refused or too_long:
                 raise RequestRefused from failure
             raise
-        choice = completion["choices"][0]
+        choice = (completion.get("choices") or [{}])[0]
         if choice.get("finish_reason") == "length":
             raise RequestRefused("the answer was cut at its length")
-        message = choice["message"]
+        message = choice.get("message") or {}
         # Some reasoning parsers return the whole answer as reasoning.
         thought = message.get("reasoning_content") or message.get("reasoning")
         return mended(text_of(message) or thought or "")

@@ -69,6 +69,7 @@ import faiss
 import numpy as np
 import pydantic_core
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
@@ -90,7 +91,7 @@ Embed = Callable[[list[str]], Awaitable[list[Any]]]  # lists of numbers, or arra
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 
 
-@dataclass(frozen=True)  # `main.Settings` checks the values; alone, pass valid ones
+@pydantic_dataclass(frozen=True)  # a value that is not valid is a ValueError
 class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
@@ -238,9 +239,9 @@ class Memory:
         rerank: Rerank | None = None,
         *,
         limits: Callable[[], Limits] = Limits,
-        settings: Settings = Settings(),
+        settings: Settings | None = None,
     ):
-        self.folder, self.settings = Path(folder).resolve(), settings
+        self.folder, self.settings = Path(folder).resolve(), settings or Settings()
         self.limits = limits
         self.embed, self.rerank = embed, rerank
         self.degraded: dict[str, str] = {}  # what does not work, and since when
@@ -900,7 +901,8 @@ class Learner:
     async def summarize(self, user: "User", session_id: str) -> None:
         """Fold the oldest turns of a long session into its summary."""
         keep = self.settings.history_turns
-        max_bytes = self.memory.limits().context_tokens // 2  # a sixth of the context
+        # In bytes, of which a token has 3: a sixth of the context
+        max_bytes = self.memory.limits().context_tokens // 2
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
         more = self.settings.summaries
         while more:
@@ -1182,7 +1184,7 @@ def check_operations(
         check_operation(row, facts.get(str(row.get("id"))), batch)
         for row in proposed
         # A row without a text says that there is nothing to keep.
-        if isinstance(row, dict) and (row.get("text") or row.get("op") == "delete")
+        if isinstance(row, dict) and (row.get("text") or lower_op(row) == "delete")
     ]
     passed = [operation for operation, _ in checked if operation]
     dropped = [rule for _, rule in checked if rule]
@@ -1203,7 +1205,7 @@ def check_operation(
     turn = next(quoted, None)  # the newest
     if not turn:
         return None, "evidence"
-    op = str(row.get("op")).lower()
+    op = lower_op(row)
     if op == "update" and not fact:
         op = "add"
     importance = row.get("importance")
@@ -1221,6 +1223,10 @@ def check_operation(
     )
     rule = broken_rule(operation, fact)
     return (None, rule) if rule else (operation, "")
+
+
+def lower_op(row: Json) -> str:
+    return str(row.get("op")).lower()
 
 
 def broken_rule(operation: Operation, fact: Fact | None) -> str:
@@ -1695,7 +1701,7 @@ def word_set(text: str) -> frozenset[str]:
 
 def script(text: str) -> str:
     """Return the script of a text's first letter, such as LATIN."""
-    letter = next(filter(str.isalpha, text), "")
+    letter = next(filter(str.isalpha, text), " ")
     return unicodedata.name(letter, "").split(" ")[0]
 
 

@@ -406,7 +406,7 @@ def tea(chat, model):
 async def open_memory(folder, learner=None, embed=None, rerank=None, **settings):
     """Open a `memory.Memory` without a service."""
     limits = settings.pop("limits", memory.Limits)
-    settings = {"learn_delay": 0.0, "retry_delay": 0.01} | settings
+    settings = {"learn_delay": 0.001, "retry_delay": 0.01} | settings
     options = {"limits": limits, "settings": memory.Settings(**settings)}
     learner = learner or ScriptedLearner()
     opened = memory.Memory(folder, learner.complete, embed, rerank, **options)
@@ -466,12 +466,12 @@ async def eventually(condition):
             await asyncio.sleep(0.005)
 
 
-def set_last_seen(folder, time):
+def set_last_seen(folder, when):
     """Change when all of Ann's facts were last said."""
     file = folder / "ann" / "memory.json"
     content = json.loads(file.read_text())
     for fact in content["facts"].values():
-        fact["last_seen_at"] = time.isoformat()
+        fact["last_seen_at"] = when.isoformat()
     file.write_text(json.dumps(content))
 
 
@@ -1197,7 +1197,7 @@ def test_the_demo_prints_what_the_page_shows(model, tmp_path):
 
 
 def test_the_page_names_every_setting_and_the_command_of_the_tests():
-    names = main.Settings.__dataclass_fields__.keys() - main.NOT_READ
+    names = main.Settings.__dataclass_fields__.keys() - main.NOT_IN_ENVIRONMENT
     assert {name for name in names if f"`{name.upper()}`" not in PAGE} == set()
     assert "python -m pytest" in PAGE
 
@@ -1715,7 +1715,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
 
 
 @pytest.mark.parametrize("why, text", [(why, t) for why in RULES for t in RULES[why]])
-def test_a_text_that_breaks_no_rule_may_be_a_fact(why, text):
+def test_forbidden_names_the_rule_that_a_text_breaks(why, text):
     assert memory.forbidden(text) == why
 
 
@@ -1780,6 +1780,7 @@ def test_no_pattern_is_slow(piece):
     ("a title", "I love “À la recherche”", "User loves À la recherche.", True),
     ("Chinese", "记住，我吃素", "用户吃素", True),
     ("another script", "Я люблю чай", "User likes tea.", True),
+    ("no letters", "2", "User has two kids.", True),
     ("an invented name", "Help me with my homework", "User is John Doe.", False),
     ("invented in Chinese", "明天下雨吗？", "用户喜欢茶", False),
 )
@@ -1795,7 +1796,7 @@ def test_a_fact_without_a_word_of_the_user_is_invented(query, fact, stated):
     ("a secret", add("User's PIN is 4711.", "My PIN is 4711")),
     ("not important", add("User likes tea.", "I like tea", importance=0.1)),
     ("NaN", add("User likes tea.", "I like tea", importance=float("nan"))),
-    ("no such fact", delete(9, "I like tea")),
+    ("no such fact", delete(9, "I like tea") | {"op": "DELETE"}),
     ("no number", delete([], "I like tea")),
     ("no such operation", add("User likes tea.", "I like tea") | {"op": "erase"}),
 )
@@ -2364,7 +2365,6 @@ async def test_a_deletion_that_a_crash_cut_off_is_finished(tmp_path):
 @cases(
     "fields",
     ("too deep", {"tools": [{"arguments": json.loads("[" * 200 + "]" * 200)}]}),
-    ("no JSON", {"tools": [{"arguments": object()}]}),
     ("no such status", {"status": "done"}),
     ("half a character", {"query": "\ud800"}),
 )
