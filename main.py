@@ -54,7 +54,7 @@ log = logging.getLogger("uvicorn.error")  # what a plain `uvicorn main:app` show
 
 def check_folder(folder: Path) -> Path:
     paths = [folder.absolute(), *folder.absolute().parents]
-    existing = next(path for path in paths if path.exists())
+    existing = next(path for path in paths if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError("must be a folder, or in a folder, that can be written")
     return folder
@@ -372,9 +372,7 @@ class AgentRun:
         if turn:
             shown = map(text_of, self.request.history)
             hints = await turn.hints(self.request.query, shown)
-        client_has_tools = (
-            "tools" in self.request.options
-        )  # a client's own replace ours
+        client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
         self.body["messages"] = await self.build_prompt(turn, hints)
@@ -424,7 +422,8 @@ class AgentRun:
         answered = False
         while not answered:
             is_last = outcome.rounds == max_rounds - 1
-            choice = "none" if is_last else choice
+            if is_last:
+                choice = "none"
             if calls := await self.ask_model(choice):
                 await self.run_calls(calls)
                 choice = None
@@ -512,7 +511,7 @@ class AgentRun:
         self.tool_rows.append(row)  # before it runs, so an interrupted turn keeps it
         # If malformed JSON or names stay, endpoints refuse all later requests.
         function["arguments"] = json.dumps(arguments or {})
-        function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
+        function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64] or "unnamed"
         about = {"id": call["id"], "name": name}
         is_plan = self.functions.get(name) == self.plan  # it has its own event
         if not is_plan:
@@ -608,8 +607,8 @@ class ReplyParser:
     has_thought = False  # whether thinking came
 
     def __init__(self, offered: Iterable[Json] = ()):
-        functions = [tool.get("function") or {} for tool in offered]
-        self.names = [str(function.get("name")) for function in functions]  # of tools
+        functions = [tool.get("function") for tool in offered]
+        self.names = [str(f.get("name")) for f in functions if isinstance(f, dict)]
         self.calls: list[Json] = []
         self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
         self.usage: Json = {}
@@ -1071,7 +1070,8 @@ class Service:
         form = {"type": "json_schema", "json_schema": schema}
         body: Json = {"messages": messages, "response_format": form, "temperature": 0}
         body["model"] = self.settings.memory_model or await self.chat.model_name()
-        body["max_tokens"] = self.limits().context_tokens // 4
+        # Models of a large context refuse a quarter of it, for they write less.
+        body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
         body = with_extra(body, self.settings.memory_extra_body)
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
@@ -1144,11 +1144,12 @@ async def health(service: TheService) -> Json:
     """Say what works, and since when what does not."""
     chat = service.chat
     memories = service.memory
-    model = "not configured"
+    model, works = "not configured", False
     if service.is_configured:
         await chat.list_models()
-        model = "unreachable" if chat.failure or not chat.model else chat.model
-    works = model == chat.model and not memories.degraded
+        works = bool(chat.model) and not chat.failure
+        model = chat.model if works else "unreachable"
+    works = works and not memories.degraded
     return {
         "status": "ok" if works else "degraded",
         "model": model,
@@ -1328,7 +1329,7 @@ class CompletionWriter:
         reply, calls = self.run.reply, self.run.client_calls
         message = {"role": "assistant", "content": reply.text or None}
         message |= reply.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
-        if "refusal" in message:  # which is the text
+        if message.get("refusal"):  # which is the text
             message["content"] = None
         choice = {"index": 0, "finish_reason": finish_reason, "message": message}
         choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}

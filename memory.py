@@ -495,7 +495,7 @@ class Turn:
     record: "UserRecord"
     transcript: "Transcript"
     unlearned: UnlearnedTurns  # of all sessions, oldest first
-    message: str = ""  # what the user says in this turn
+    message: str = ""  # set by `hints`; `fit_context` and the tools read it
 
     @property
     def number(self) -> int:
@@ -519,8 +519,8 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        # At most a third of the hints. A text of n bytes counts as n // 3 + 1 tokens,
-        # so a line of hint_tokens - 3 bytes just fits.
+        # What was just said takes at most a third. A text of n bytes counts as
+        # n // 3 + 1 tokens, so a line of hint_tokens - 3 bytes just fits that third.
         max_bytes = max(0, settings.hint_tokens - 3)
         just_said = [cut(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = just_said[: count_that_fit(just_said, settings.hint_tokens // 3)]
@@ -860,9 +860,10 @@ class Learner:
 
             null           the change passes
             a valid rest   the fact becomes it, see `is_rest`
-            anything else  the fact stays, unless it is a delete and shares a word
+            anything else  the fact stays; a delete that shares a word still passes
 
-        In the last two cases the text of an update is added, unless it is invented.
+        If the fact stays or becomes a rest, an update's text is added as a new fact,
+        unless it is invented.
         """
         if not fact or is_clear(operation, fact["text"]):
             return [operation]
@@ -1007,8 +1008,8 @@ LEARN_EXAMPLES = json.loads("""[
   ["yes, to work each day", "profile", "add", null, "User cycles to work each day", 0.7]]],
 [["User has a car"], [["my door code is 5512", "Noted."]], [["my [removed]"]]]
 ]""")
-# Asked whether a fact has ended, a model of 1.5B said yes in ten of ten wrong cases.
-# Asked what is still true of the fact, it made none of these mistakes.
+# Asked whether a fact has ended, a model of 1.5B said yes in ten of ten cases where it
+# had not. Asked what is still true of the fact, it made none of these mistakes.
 STILL_TRUE_PROMPT = """\
 You get a known fact about the user and a message of the user. Write what is still true of the fact after the message: the whole fact if the message does not concern it; the fact without what has ended, in its own words and language; null if all of it has ended or is to be forgotten. Answer with JSON: {"left": text or null}"""
 STILL_TRUE_EXAMPLES = [  # fact, message, left
@@ -1482,8 +1483,8 @@ class Index:
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
-    MIN_SHARE * chance and are at most `chance` behind the best. With fewer than FEW
-    entries nothing is left out. `.bench/recall.py` has the figures.
+    MIN_SHARE * chance and are at most `chance` behind the best. Of fewer than FEW
+    entries, only those without evidence go. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1834,11 +1835,11 @@ class UserFiles:
     embedding_model: str  # that makes the vectors
     locks: "Locks"
 
-    def load(self, id: str = "") -> UserRecord:
+    def load(self, record_id: str = "") -> UserRecord:
         """Return the facts. If their file is missing or damaged, begin it again.
 
         Raises:
-            NotFound: There is no such user, or the user has not this id.
+            NotFound: There is no such user, or it is another one of the same name.
         """
         if not self.folder.is_dir():
             raise NotFound("user")
@@ -1850,7 +1851,7 @@ class UserFiles:
                 self.marker(session_id).touch()
             record = UserRecord("", uuid.uuid4().hex)
             self.write(record)
-        if id and id != record.id:
+        if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
         own: Json = {"facts": {**record.facts}, "learned": {**record.learned}}
@@ -1925,7 +1926,8 @@ class UserFiles:
     def write_vectors(self, vector_file: str, vectors: Vectors) -> None:
         """Write the vectors whose entries exist; without any there is no file."""
         entries = self.entries(vector_file)
-        # Two models may share a name. Only vectors of the newest one's size are kept.
+        # A model may be replaced under its old name. Only vectors of the newest one's
+        # size can be compared.
         newest = [*vectors.values()][-1:]
         size = len(newest[0]) if newest else 0
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
@@ -1973,11 +1975,11 @@ class User(UserFiles):
         return record, self.transcript(session_id), self.unlearned_turns(record)
 
     @locked
-    def append(self, id: str, session_id: str, row: Json) -> None:
-        """Save a turn at the end of its session, if the user still has this id."""
+    def append(self, record_id: str, session_id: str, row: Json) -> None:
+        """Save a turn at the end of its session, if the user still has this record."""
         # A row that cannot be read again, such as one too deep, is a ValueError here.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
-        record = self.load(id)
+        record = self.load(record_id)
         turns = self.transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
@@ -2005,7 +2007,7 @@ class User(UserFiles):
         operations: list[Operation],
         batch: UnlearnedTurns,
         max_facts: int,
-        id: str = "",
+        record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
         """Change facts and mark a batch of turns as learned, in one write.
 
@@ -2013,12 +2015,12 @@ class User(UserFiles):
         another process has learned it, or if a fact was deleted meanwhile.
 
         Args:
-            id: The user must still have it.
+            record_id: The user must still have it.
 
         Returns:
             The facts, and the turns that wait then.
         """
-        record = self.load(id)
+        record = self.load(record_id)
         unlearned = self.unlearned_turns(record)
         if any(turn not in unlearned for turn in batch):
             return record, unlearned
@@ -2053,7 +2055,8 @@ class User(UserFiles):
         """Delete a fact, its vector and its history."""
         record = self.load()
         rows = history_of(record, fact_id)
-        # If a fact was forgotten and learned again, another id has the same texts.
+        # Rows of other ids go too if they hold one of its texts: the fact may have been
+        # forgotten and learned again under a new id.
         texts = {row["new_memory"] or row["old_memory"] for row in rows}
         record.history = [
             row

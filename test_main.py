@@ -660,7 +660,7 @@ def test_only_turns_of_one_session_wait_for_each_other(chat, model):
     assert [turn["response"] for turn in chat.turns()] == ["First.", "Second."]
 
 
-def test_beyond_the_most_turns_a_request_is_to_try_again(start, model):
+def test_a_turn_beyond_the_limit_is_refused_and_told_when_to_retry(start, model):
     model.answers = [[PAUSE, *reply("First.")]]
     with start(max_concurrent_turns=1) as chat:
         with chat.stream("One"):
@@ -760,7 +760,7 @@ ONE_CHOICE = {"message": call(0, "a", NAME, ONE), "finish_reason": "tool_calls"}
 def test_a_call_is_run_however_it_is_sent(chat, model, answer):
     model.answers = [answer, reply("5.")]
     events = chat.ask("What is 2 + 3?")
-    results = [event for event in events if event["type"] == "tool_result"]
+    results = of_type("tool_result", events)
     assert [(result["name"], result["content"]) for result in results] == [(NAME, "5")]
     assert events[-1]["response"] == "5."
 

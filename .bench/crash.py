@@ -91,9 +91,8 @@ async def opened(folder: Path, complete: Any = common.complete) -> AsyncIterator
     """Yield a memory that does often what it does seldom."""
     delays = {"learn_delay": 0.005, "retry_delay": 0.01, "quiet": 0.02}
     more = {"settings": memory.Settings(history_turns=2, **delays)}
-    more["limits"] = lambda: memory.Limits(
-        1 << 18, "scripted"
-    )  # learning sees all facts
+    # Learning sees all facts.
+    more["limits"] = lambda: memory.Limits(1 << 18, "scripted")
     users = memory.Memory(folder, complete, common.embed, **more)
     await users.open()
     yield users
