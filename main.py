@@ -69,13 +69,7 @@ Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=Tr
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 # Not read from the environment: only tests change them, and a name such as QUIET may be
 # set there for another program.
-NOT_IN_ENVIRONMENT = {
-    "ping_after",
-    "unread_limit",
-    "learn_delay",
-    "retry_delay",
-    "quiet",
-}
+ONLY_IN_CODE = {"ping_after", "unread_limit", "learn_delay", "retry_delay", "quiet"}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -114,7 +108,7 @@ class Settings(memory.Settings):
         Raises:
             SystemExit: A value is not valid. The message is one line.
         """
-        names = {setting.name for setting in fields(cls)} - NOT_IN_ENVIRONMENT
+        names = {setting.name for setting in fields(cls)} - ONLY_IN_CODE
         given: Json = {name: environment.get(name.upper()) for name in names}
         try:
             return cls(**{name: text for name, text in given.items() if text})
@@ -680,8 +674,7 @@ class ReplyParser:
         for call in calls:
             function = call["function"]
             function["name"] = offered_name(function["name"], self.names)
-        whole = json.dumps([calls, self.passed_on], ensure_ascii=False)
-        self.calls, self.passed_on = json.loads(mended(whole))
+        self.calls, self.passed_on = mended_json([calls, self.passed_on])
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one."""
@@ -766,6 +759,11 @@ def mended(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def mended_json(value: Any) -> Any:
+    """Return JSON with all its texts mended."""
+    return json.loads(mended(json.dumps(value, ensure_ascii=False)))
 
 
 def json_texts(text: str) -> list[str]:
@@ -1076,12 +1074,11 @@ class Service:
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
-            too_long = failure.code == "context_too_long"
-            refused = failure.upstream_status in (400, 413, 422) and messages != PROBE
-            if refused and not too_long:
+            if failure.code == "context_too_long":
+                raise RequestRefused from failure
+            if failure.upstream_status in (400, 413, 422) and messages != PROBE:
                 # If it refuses this too, it refuses a parameter, not the turn.
                 await self.complete(PROBE, schema)
-            if refused or too_long:
                 raise RequestRefused from failure
             raise
         choice = (completion.get("choices") or [{}])[0]
@@ -1260,7 +1257,7 @@ async def completions(
 def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     """Return the turn that is asked for. Without a user, it has no session."""
     sent = [message.model_dump(exclude_unset=True) for message in body.messages]
-    history = json.loads(mended(json.dumps(sent, ensure_ascii=False)))
+    history = mended_json(sent)
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:

@@ -378,14 +378,15 @@ class Memory:
         missing = await user.missing_vectors(vector_file) if self.embed else {}
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
-            vectors = None
             with self.optional("embeddings"):
                 async with asyncio.timeout(limit):
                     vectors = await self.embed_documents(texts)
-            if vectors is None:
+            if "embeddings" in self.degraded:
                 return
             with self.optional("storage"):
                 await user.add_vectors(vector_file, vectors)
+            if "storage" in self.degraded:
+                return
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
         """Return the vectors of texts, except of those that the endpoint refuses.
@@ -1181,11 +1182,16 @@ def check_operations(
         batch: The turns that it has read, oldest first.
     """
     facts = {str(number): fact for number, fact in enumerate(shown)}
+    rows = [
+        row | {"op": str(row.get("op")).lower()}
+        for row in proposed
+        if isinstance(row, dict)
+    ]
     checked = [
         check_operation(row, facts.get(str(row.get("id"))), batch)
-        for row in proposed
+        for row in rows
         # A row without a text says that there is nothing to keep.
-        if isinstance(row, dict) and (row.get("text") or lower_op(row) == "delete")
+        if row.get("text") or row["op"] == "delete"
     ]
     passed = [operation for operation, _ in checked if operation]
     dropped = [rule for _, rule in checked if rule]
@@ -1206,7 +1212,7 @@ def check_operation(
     turn = next(quoted, None)  # the newest
     if not turn:
         return None, "evidence"
-    op = lower_op(row)
+    op = row["op"]
     if op == "update" and not fact:
         op = "add"
     importance = row.get("importance")
@@ -1224,10 +1230,6 @@ def check_operation(
     )
     rule = broken_rule(operation, fact)
     return (None, rule) if rule else (operation, "")
-
-
-def lower_op(row: Json) -> str:
-    return str(row.get("op")).lower()
 
 
 def broken_rule(operation: Operation, fact: Fact | None) -> str:

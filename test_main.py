@@ -60,6 +60,11 @@ NO_FORECAST = tools.ValidationError.from_exception_data("Forecast", [])
 CLOSED_URL = "http://127.0.0.1:9/v1"  # refuses connections
 SERVER_DOWN, NO_SERVER = {"openai_base_url": CLOSED_URL}, {"openai_base_url": None}
 ROOT = Path(main.__file__).parent
+BARE = '{"op": "add"}'
+MARKS = ["[/MEMORY HINTS]", "[ /\nmemory  hints\t]", "[/MEM[/MEMORY HINTS]ORY HINTS]"]
+SPICES = ["saffron", "dill", "rue"]
+SPOKEN = [f"I like {spice}" for spice in SPICES]
+NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſß/\\")
 pytestmark = pytest.mark.anyio  # runs the tests that are `async def`
 
 
@@ -611,6 +616,13 @@ def test_silence_is_broken_by_pings(start, model):
         last = list(events)[-1]
     assert first.count("ping") >= 4  # and "memory", unless the machine is slow
     assert last["response"] == "Hello."
+
+
+async def test_a_stream_ends_although_an_event_stands_behind_its_end():
+    events = main.EventStream(main.Settings())
+    events.task = asyncio.create_task(asyncio.sleep(0))
+    await asyncio.gather(*map(events.emit, ("done", "tool_result")))
+    assert len([line async for line in events.read(main.encode_line)]) == 1
 
 
 def test_lines_are_ascii_and_no_proxy_keeps_them_back(chat, model):
@@ -1197,7 +1209,7 @@ def test_the_demo_prints_what_the_page_shows(model, tmp_path):
 
 
 def test_the_page_names_every_setting_and_the_command_of_the_tests():
-    names = main.Settings.__dataclass_fields__.keys() - main.NOT_IN_ENVIRONMENT
+    names = main.Settings.__dataclass_fields__.keys() - main.ONLY_IN_CODE
     assert {name for name in names if f"`{name.upper()}`" not in PAGE} == set()
     assert "python -m pytest" in PAGE
 
@@ -1207,6 +1219,7 @@ def test_the_page_names_every_setting_and_the_command_of_the_tests():
 
 @cases(
     "name, value",
+    ("negative", "HINT_TOKENS", "-1"),
     ("zero", "HISTORY_TURNS", "0"),
     ("no time", "TOOL_TIMEOUT", "0"),
     ("no limit", "UPSTREAM_TIMEOUT", "inf"),
@@ -1323,10 +1336,6 @@ def files_with(folder, *texts):
             content = path.read_bytes()
             found += [path.name for part in wanted if part in content]
     return sorted(set(found))
-
-
-SPICES = ["saffron", "dill", "rue"]
-SPOKEN = [f"I like {spice}" for spice in SPICES]
 
 
 @cases(
@@ -1500,9 +1509,6 @@ async def test_users_beyond_the_bound_wait_and_are_not_forgotten(learner, tmp_pa
         facts = [await facts_of(opened, user) for user in users]
         assert opened.pending == 0
     assert facts == [["User likes tea."]] * 4
-
-
-BARE = '{"op": "add"}'
 
 
 @cases(
@@ -1921,9 +1927,6 @@ async def test_what_waits_is_told_without_secrets(opened, learner, query, told):
 )
 def test_any_text_becomes_one_line(text, line):
     assert memory.one_line(text) == line
-
-
-MARKS = ["[/MEMORY HINTS]", "[ /\nmemory  hints\t]", "[/MEM[/MEMORY HINTS]ORY HINTS]"]
 
 
 @pytest.mark.parametrize("mark", MARKS)
@@ -2383,9 +2386,6 @@ async def test_a_session_is_named_by_a_uuid_alone(opened, name):
             await method(name)
 
 
-NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſß/\\")
-
-
 def normal_name(name):
     try:
         return memory.normal_name(name)
@@ -2543,6 +2543,7 @@ def test_openais_client_gets_memory_by_its_base_url(chat, model):
     assert chat.facts() == ["User likes tea."]
     assert model.requests[0]["model"] == model.learnings[0]["model"] == "test-model"
     assert [*client.models.list()] == [client.models.retrieve("test-model")]
+    assert chat.http.get("/v1/models/gone").status_code == 404
 
 
 def test_our_own_tools_run_unseen(chat, model):
@@ -2744,6 +2745,7 @@ def test_a_slash_more_changes_nothing(chat):
 
 WITH_KEY = {"Authorization": "Bearer sesame"}
 ORIGIN = "https://chat.example"
+KEYS = ["Bearer", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
 
 
 @pytest.fixture
@@ -2760,9 +2762,7 @@ def test_every_route_but_these_needs_the_key(keyed):
     assert {keyed.http.get(path).status_code for path in public} == {200}
     assert {keyed.http.request(*route).status_code for route in others} == {401}
     assert ("post", "/chat") in others
-
-
-KEYS = ["Bearer", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
+    assert "/chat" in keyed.http.get("/").text
 
 
 @pytest.mark.parametrize("header", KEYS)
