@@ -444,7 +444,7 @@ async def say(opened, query, response="Noted.", user="ann", session=MONDAY):
 
 async def say_and_learn(opened, *said, **place):
     await say(opened, *said, **place)
-    await opened.idle()
+    await facts_of(opened)  # with a time-out
 
 
 async def teach(opened, learner, *facts, session=MONDAY, **fields):
