@@ -514,37 +514,27 @@ class Turn:
             ValueError: The message alone does not fit.
         """
         turns, summary = self.repeated, self.transcript.summary
+        sizes = [prompt_tokens(exchange(row)) for row in turns]
         block = self.memory.settings.history_turns
-        excess = prompt_tokens(self.prompt(system, summary, turns, hints)) - limit
-        while excess > 0 and len(turns) > 2:
-            dropped = turns[: min(block, len(turns) - 2)]
-            excess -= sum(prompt_tokens(exchange(row)) for row in dropped)
-            turns = turns[len(dropped) :]
         while True:
-            prompt = self.prompt(system, summary, turns, hints)
-            if prompt_tokens(prompt) <= limit:
-                return prompt
-            if hints.facts:
+            earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
+            first = as_message("system", system + earlier)
+            last = as_message("user", f"{hints.block()}\n\n{self.message}")
+            if prompt_tokens([first, last]) + sum(sizes) <= limit:
+                return [first, *itertools.chain(*map(exchange, turns)), last]
+            if len(turns) > 2:
+                dropped = min(block, len(turns) - 2)
+                turns, sizes = turns[dropped:], sizes[dropped:]
+            elif hints.facts:
                 hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
             elif hints.just_said:
                 hints.just_said.pop()
             elif summary:
                 summary = ""
             elif turns:
-                turns = []
+                turns, sizes = [], []
             else:
                 raise ValueError("the message does not fit the model's context")
-
-    def prompt(
-        self, system: str, summary: str, turns: list[TurnRow], hints: Hints
-    ) -> list[Message]:
-        if summary:
-            system += f"\n\nEarlier in this conversation:\n{summary}"
-        prompt = [as_message("system", system)]
-        for row in turns:
-            prompt += exchange(row)
-        prompt.append(as_message("user", f"{hints.block()}\n\n{self.message}"))
-        return prompt
 
     async def save(
         self, query: str, response: str, status: str = "complete", **more: Any
@@ -555,8 +545,7 @@ class Turn:
             more: Other fields of a TurnRow, such as rounds and tools.
 
         Raises:
-            ValueError: The turn could not be read again, for example if it is nested
-                too deeply.
+            ValueError: It could not be read again, such as one nested too deeply.
             NotFound: The user or the session was deleted meanwhile.
             OSError: It could not be written. The files are as they were.
         """
@@ -674,10 +663,8 @@ class Learner:
                 try:
                     await self.learn_all(folder)
                     await self.embed_when_quiet(folder, wake)
-                except NotFound:
-                    log.info("a user was deleted before all was learned")
-                except OSError:
-                    log.warning("past turns wait for their vectors", exc_info=True)
+                except (NotFound, OSError) as error:  # deleted, or the disk fails
+                    log.warning("a user's turns or vectors wait: %r", error)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
@@ -710,8 +697,11 @@ class Learner:
                 delay = min(60.0, 2 * delay)
 
     async def learn_next(self, folder: str) -> bool:
-        """Learn the turns that have waited longest. Tell whether there were any."""
-        user = self.memory.user_in_folder(folder)
+        """Learn the turns that have waited longest. Tell whether there were any.
+
+        Each failure cuts a turn shorter. After three, the turn counts as learned.
+        """
+        user, max_facts = self.memory.user_in_folder(folder), self.settings.max_facts
         record, unlearned = await user.read()
         self.pending[folder] = len(unlearned)
         if not unlearned:
@@ -722,13 +712,19 @@ class Learner:
             return False
         batch = self.next_batch(unlearned)
         try:
-            await self.learn_batch(user, record, batch)
+            operations = await self.ask_operations(user, record, batch)
+            _, unlearned = await user.apply(operations, batch, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
-            is_ours = not isinstance(error, RequestRefused)
-            log.warning("learning failed: %r", error, exc_info=is_ours)
+            first, is_ours = batch[0]["source"], not isinstance(error, RequestRefused)
+            log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update(turn["source"] for turn in batch)
+            if self.failures[first] >= 3:
+                _, unlearned = await user.apply([], batch, max_facts)
+                log.error("turn %s is given up: it counts as learned", first)
+                self.memory.given_up += 1
+        self.pending[folder] = len(unlearned)
         await self.summarize_long(user, batch)
         return True
 
@@ -738,20 +734,6 @@ class Learner:
         budget = self.memory.limits().context_tokens // 6
         read = that_fit(unlearned, budget, lambda t: t["query"] + t["response"][:1000])
         return read[:most] or unlearned[:1]
-
-    async def learn_batch(
-        self, user: "User", record: "UserRecord", batch: UnlearnedTurns
-    ) -> None:
-        """Learn from turns. A turn that has failed three times counts as learned."""
-        first, operations = batch[0]["source"], []
-        given_up = self.failures[first] >= 3
-        if not given_up:
-            operations = await self.ask_operations(user, record, batch)
-        _, left = await user.apply(operations, batch, self.settings.max_facts)
-        self.pending[user.folder.name] = len(left)
-        if given_up:
-            log.error("turn %s is given up: it counts as learned", first)
-            self.memory.given_up += 1
 
     async def ask_operations(
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns
@@ -861,12 +843,7 @@ class Learner:
     async def ask(
         self, messages: list[Message], schema: Json, key: str, kind: Any
     ) -> Any:
-        """Return one field of the JSON that the model answers.
-
-        Raises:
-            RequestRefused: The answer is of no use, or a smaller request may help.
-            NoAnswer: There is no answer.
-        """
+        """Return one field of the JSON that the model answers."""
         try:
             text = await self.complete(messages, schema)
         except RequestRefused:
@@ -1018,13 +995,10 @@ def learning_prompt(budget: int) -> list[Message]:
 
 
 def parse_answer(text: str, key: str, kind: Any) -> Any:
-    """Return a field of the JSON object in a model's answer.
+    """Return a field of the JSON in a model's answer, or raise RequestRefused.
 
     A model may think first, write text around the JSON, or leave out the object and the
     list. In the last case, all complete operations of the text are the answer.
-
-    Raises:
-        RequestRefused: There is no such field of this kind.
     """
     # Drop a thought, with or without its <think>, which a template may open in the
     # prompt. A text that begins with JSON is no thought.
@@ -1115,10 +1089,8 @@ def check_operation(
     if op == "update" and not fact:
         op = "add"
     kind = "profile" if row.get("kind") == "profile" else "episodic"
-    importance = row.get("importance")
-    if not isinstance(importance, int | float):
-        importance = 0.5
-    importance = min(importance, 1.0)  # NaN stays NaN
+    given = row.get("importance")  # NaN stays NaN
+    importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     id, source, at = fact["id"] if fact else "", turn["source"], turn["ended_at"]
     operation = Operation(op, id, text, kind, importance, source, at, turn["query"])
     return broken_rule(operation, fact) or operation
@@ -1158,15 +1130,10 @@ def is_clear(operation: Operation, fact: str) -> bool:
     """Tell whether the words of user and model show that a change means this fact."""
     text, query = operation.text, operation.query
     if operation.op == "delete":
-        return not unnamed_words(fact, query)
+        said = word_set(query)
+        return all(any_alike([word], said) for word in word_set(fact))
     meant = share_word(fact, query) or share_word(fact, text)
     return meant and not is_invented(text, query)
-
-
-def unnamed_words(fact: str, query: str) -> set[str]:
-    """Return the content words of a fact that the user did not name."""
-    named = word_set(query)
-    return {word for word in word_set(fact) if not any_alike([word], named)}
 
 
 def is_rest(text: str, fact: str, query: str) -> bool:
@@ -1174,10 +1141,8 @@ def is_rest(text: str, fact: str, query: str) -> bool:
     rest, whole = word_set(text), word_set(fact)
     if not rest or not rest < whole or forbidden(text):
         return False
-    lost = whole - rest
-    user_named_one = bool(lost - unnamed_words(fact, query))
     same_beginning = split_words(text)[:1] == split_words(fact)[:1]
-    return same_beginning and user_named_one
+    return same_beginning and any_alike(whole - rest, word_set(query))
 
 
 def forbidden(text: str) -> str:
