@@ -238,11 +238,7 @@ class Memory:
         self.learner = Learner(self, complete)
 
     async def open(self) -> None:
-        """Open the folder and go on learning what a stop or a crash left.
-
-        Raises:
-            OSError: The folder cannot be made or written.
-        """
+        """Open the folder and go on learning what a stop or a crash left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.locks = Locks(self.folder / ".lock")
         os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
@@ -282,7 +278,6 @@ class Memory:
 
         Raises:
             ValueError: The user's name is not valid, or the session is no UUID.
-            OSError: The user's files cannot be read or written.
         """
         name, session_id = normal_name(user_id), str(UUID(session_id))
         user = self.user(name)
@@ -319,23 +314,18 @@ class Memory:
         vector = await self.query_vector(query)
         degraded = [] if vector is not None else ["embeddings"]
         facts = await user.search_facts(query, vector, max(k, RERANKED))
-        if self.rerank and facts:
-            with self.optional("rerank"):
-                async with asyncio.timeout(self.settings.rerank_timeout):
-                    return await self.reranked(query, facts, k), degraded
-            degraded.append("rerank")
-        return facts[:k], degraded
-
-    async def reranked(self, query: str, facts: ScoredFacts, k: int) -> ScoredFacts:
-        """Return the k best facts with the reranker's scores."""
-        assert self.rerank
+        if not self.rerank or not facts:
+            return facts[:k], degraded
         texts = [fact["text"] for fact in facts]
-        scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
-        is_finite = math.isfinite(sum(scores.values()))
-        if not is_finite or len(scores) < min(k, len(facts)):
-            raise ValueError("some of the best have no score")
-        best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
-        return [{**facts[n], "score": round(scores[n], 4)} for n in best]
+        with self.optional("rerank"):
+            async with asyncio.timeout(self.settings.rerank_timeout):
+                scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
+            is_finite = math.isfinite(sum(scores.values()))
+            if not is_finite or len(scores) < min(k, len(facts)):
+                raise ValueError("some of the best have no score")
+            best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
+            return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
+        return facts[:k], [*degraded, "rerank"]
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""
@@ -803,8 +793,12 @@ class Learner:
 
     async def still_true(self, fact: str, query: str) -> str | None:
         """Ask the model what is still true of a fact after a message. None: nothing."""
+        prompt = [as_message("system", STILL_TRUE_PROMPT)]
+        for known, message, left in STILL_TRUE_EXAMPLES:
+            prompt.append(as_message("user", {"fact": known, "message": message}))
+            prompt.append(as_message("assistant", {"left": left}))
         question = {"fact": fact, "message": cut_redacted(query, 500)}
-        prompt = [*still_true_prompt(), as_message("user", question)]
+        prompt.append(as_message("user", question))
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
         left = await self.ask(prompt, schema, "left", (str, type(None)))
         return one_line(left) if left else None
@@ -943,15 +937,6 @@ def operations_schema(fact_count: int) -> Json:
     return json_schema("memory_operations", {"operations": operations})
 
 
-@functools.cache
-def still_true_prompt() -> list[Message]:
-    messages = [as_message("system", STILL_TRUE_PROMPT)]
-    for fact, message, left in STILL_TRUE_EXAMPLES:
-        messages.append(as_message("user", {"fact": fact, "message": message}))
-        messages.append(as_message("assistant", {"left": left}))
-    return messages
-
-
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
     # A message is learned by its beginning and end, an answer by its beginning. A token
@@ -1022,9 +1007,7 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
 #
 # Only the stop words, the secrets and the instructions use words of a language, because
 # rules made of English words threw away what a good model did right in other languages.
-# `check_operation` applies the rules to what the model found. If a change is not clear,
-# `Learner.confirm_change` asks the model. `Turn.propose_memory` applies some of them to
-# what the model proposes by a tool.
+# If a change of a fact is not clear, `Learner.confirm_change` asks the model.
 
 MAX_FACT_CHARS = 160
 MAX_READ = 32_000  # bytes of a message; the middle of a longer one is not read
