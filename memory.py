@@ -424,7 +424,7 @@ def hint_line(fact: Json) -> str:
     return line
 
 
-def that_fit(
+def fit_budget(
     rows: list[Any], budget: int, text: Callable[[Any], str] = hint_line
 ) -> list[Any]:
     """Return the first rows whose texts take at most `budget` tokens together."""
@@ -466,20 +466,20 @@ class Turn:
         third = settings.hint_tokens // 3  # at most, for what was just said
         # A text of 3 * third - 1 bytes just counts as `third` tokens.
         lines = [cut(line, 3 * third - 1) for line in self.unlearned_lines(shown)]
-        just_said = that_fit(lines, third, str)
+        just_said = fit_budget(lines, third, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
-        fitting = that_fit(facts, budget)
+        fitting = fit_budget(facts, budget)
         if fitting == facts or not settings.hint_tokens:
             degraded = [] if self.memory.embed else ["embeddings"]
             return Hints(fitting, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
-        profile = that_fit(profile, budget // 2)
+        profile = fit_budget(profile, budget // 2)
         ids = {fact["id"] for fact in profile}
         k = settings.hint_k + len(profile)
         found, degraded = await self.memory.search(self.user, message, k)
         more = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
-        return Hints(that_fit(profile + more, budget), just_said, degraded)
+        return Hints(fit_budget(profile + more, budget), just_said, degraded)
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
@@ -687,39 +687,41 @@ class Learner:
 
         Each failure cuts a turn shorter. After three, the turn counts as learned.
         """
-        user, max_facts = self.memory.user_in_folder(folder), self.settings.max_facts
+        user = self.memory.user_in_folder(folder)
         record, unlearned = await user.read()
         self.pending[folder] = len(unlearned)
         if not unlearned:
             facts = scored(record.facts)
             # If they do not all fit, they will be searched.
-            if that_fit(facts, self.settings.hint_tokens) != facts:
+            if fit_budget(facts, self.settings.hint_tokens) != facts:
                 await self.memory.embed_missing(user, FACT_VECTORS)
             return False
         batch = self.next_batch(unlearned)
         try:
             operations = await self.ask_operations(user, record, batch)
-            _, unlearned = await user.apply(operations, batch, max_facts)
+            _, unlearned = await user.apply(operations, batch, self.settings.max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
-            first, is_ours = batch[0]["source"], not isinstance(error, RequestRefused)
+            first = batch[0]["source"]
+            is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update(turn["source"] for turn in batch)
             if self.failures[first] >= 3:
-                _, unlearned = await user.apply([], batch, max_facts)
+                _, unlearned = await user.apply([], batch, self.settings.max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
         self.pending[folder] = len(unlearned)
-        await self.summarize_long(user, batch)
+        if self.settings.summaries:
+            await self.summarize_long(user, batch)
         return True
 
     def next_batch(self, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
-        most = 1 if self.failures[unlearned[0]["source"]] else BATCH_TURNS
+        batch = unlearned[: 1 if self.failures[unlearned[0]["source"]] else BATCH_TURNS]
         budget = self.memory.limits().context_tokens // 6
-        read = that_fit(unlearned, budget, lambda t: t["query"] + t["response"][:1000])
-        return read[:most] or unlearned[:1]
+        fit = fit_budget(batch, budget, lambda t: t["query"] + t["response"][:1000])
+        return fit or batch[:1]
 
     async def ask_operations(
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns
@@ -753,13 +755,13 @@ class Learner:
     ) -> list[Any]:
         """Return the facts that the turns may change, of at most `budget` tokens."""
         facts: list[Any] = [*record.facts.values()]
-        if len(facts) <= SHOWN_FACTS and that_fit(facts, budget) == facts:
+        if len(facts) <= SHOWN_FACTS and fit_budget(facts, budget) == facts:
             return facts
         queries = "\n".join(turn["query"] for turn in batch)
         vector = await self.memory.query_vector(queries)
         # Not strict, because a fact may be meant without a common word.
         nearest = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
-        return that_fit(nearest, budget)
+        return fit_budget(nearest, budget)
 
     async def confirm_change(
         self, operation: "Operation", fact: Fact | None
@@ -801,8 +803,7 @@ class Learner:
     async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
         """Fold the oldest turns of these turns' long sessions into their summaries."""
         long = 2 * self.settings.history_turns
-        sessions = {turn["session_id"] for turn in batch if turn["turn"] > long}
-        for session_id in sessions if self.settings.summaries else ():
+        for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
                 while await self.summarize(user, session_id):
                     pass
@@ -1056,8 +1057,9 @@ def check_operation(
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     given = row.get("importance")  # NaN stays NaN
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
-    id, source, at = fact["id"] if fact else "", turn["source"], turn["ended_at"]
-    operation = Operation(op, id, text, kind, importance, source, at, turn["query"])
+    id = fact["id"] if fact else ""
+    source, at, query = turn["source"], turn["ended_at"], turn["query"]
+    operation = Operation(op, id, text, kind, importance, source, at, query)
     return broken_rule(operation, fact) or operation
 
 
