@@ -650,7 +650,7 @@ class Learner:
                     await self.learn_all(folder)
                     await self.embed_when_quiet(folder, wake)
                 except (NotFound, OSError) as error:  # deleted, or the disk fails
-                    log.warning("a user's turns or vectors wait: %r", error)
+                    log.warning("learning from a user ended: %r", error)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
@@ -797,7 +797,7 @@ class Learner:
         question = {"fact": fact, "message": cut_redacted(query, 500)}
         prompt.append(as_message("user", question))
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
-        left = await self.ask(prompt, schema, "left", (str, type(None)))
+        left = await self.ask(prompt, schema, "left", str | None)
         return one_line(left) if left else None
 
     async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
