@@ -29,7 +29,6 @@ the functions for files, and Locks are the way to the disk.
 
 import asyncio
 import copy
-import dataclasses
 import fcntl
 import functools
 import glob
@@ -1342,7 +1341,11 @@ class FactStore:
         new |= {"source": operation.source, "last_seen_at": operation.at}
         twin = find_duplicate(self.record.facts, text)  # none for a delete: no text
         if twin and twin["id"] != id:
-            self.count_again(twin, operation)
+            if twin["source"] != operation.source:  # in the same turn it counts once
+                # Not through Mem0, because that would be a row of history.
+                seen = max(twin["last_seen_at"], operation.at)
+                again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
+                self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":  # the fact would now say the same as its twin
                 self.mem0.delete(id)
         elif operation.op == "delete":
@@ -1353,14 +1356,6 @@ class FactStore:
             new |= {"frequency": 1, "created_at": operation.at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
-    def count_again(self, fact: Fact, operation: Operation) -> None:
-        """Count that a fact was said again, unless in the same turn."""
-        # Not through Mem0, because that would be a row of history.
-        if fact["source"] != operation.source:
-            seen = max(fact["last_seen_at"], operation.at)
-            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
-            self.record.facts[fact["id"]] = fact | again
-
     def evict(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
         ranked = scored(self.record.facts)
@@ -1370,17 +1365,17 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls on its vector store, with its own names and arguments
+    # What Mem0 calls on its vector store, its history and its embedder, with its own
+    # names and arguments
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
 
     def update(self, vector_id: str, vector: Any, payload: Json) -> None:
-        fact: Any = {**payload, "id": vector_id, "text": payload["data"]}
+        fact = payload | {"id": vector_id, "text": payload["data"]}
         # Only a fact's own fields, or Mem0 links entities of its `user_id`.
-        for name in fact.keys() - Fact.__annotations__:
-            del fact[name]
-        self.record.facts[vector_id] = fact
+        own: Any = {name: fact[name] for name in fact if name in Fact.__annotations__}
+        self.record.facts[vector_id] = own
 
     def delete(self, vector_id: str) -> None:
         del self.record.facts[vector_id]
@@ -1389,16 +1384,12 @@ class FactStore:
         fact = self.record.facts[vector_id]
         return SimpleNamespace(payload={**fact, "data": fact["text"]})
 
-    # On its history
-
     def add_history(
         self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
     ) -> None:
         row = {"memory_id": memory_id, "event": event, "at": now()}
         self.record.history.append(row | {"old_memory": old, "new_memory": new})
         del self.record.history[:-MAX_HISTORY]
-
-    # On its embedder
 
     def embed(self, text: str, memory_action: str) -> None:
         """Return no vector, because facts are embedded in the background."""
@@ -1838,11 +1829,7 @@ class UserFiles:
     locks: "Locks"
 
     def load(self, record_id: str = "") -> UserRecord:
-        """Return the facts. If their file is missing or damaged, begin it again.
-
-        Raises:
-            NotFound: There is no such user, or it is another one of the same name.
-        """
+        """Return the facts. If their file is missing or damaged, begin it again."""
         if not self.folder.is_dir():
             raise NotFound("user")
         record = load_file(self.folder / "memory.json", USER_RECORD.validate_json)
@@ -1856,12 +1843,11 @@ class UserFiles:
         if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
-        own: Json = {"facts": {**record.facts}, "learned": {**record.learned}}
-        return dataclasses.replace(record, **own, history=[*record.history])
+        own = {name: copy.copy(value) for name, value in vars(record).items()}
+        return UserRecord(**own)
 
     def write(self, record: UserRecord) -> None:
-        content = pydantic_core.to_json(vars(record))
-        replace_file(self.folder / "memory.json", content)
+        replace_file(self.folder / "memory.json", pydantic_core.to_json(vars(record)))
 
     def session_ids(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob(f"{'?' * 36}.json"))
@@ -1891,10 +1877,8 @@ class UserFiles:
                 marker.unlink()
         return sorted(found, key=lambda turn: turn["ended_at"])
 
-    def delete_files(
-        self, vector_file: str, pattern: str, record: UserRecord | None = None
-    ) -> None:
-        """Delete files, and the vectors whose entries are gone then."""
+    def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
+        """Delete files, write the record, and drop vectors whose entries are gone."""
         # If a kill interrupts this, the client deletes again, and callers tell by these
         # files whether there is anything to delete. So the vectors, for which nobody
         # looks, go first, and a marker goes last.
@@ -1904,8 +1888,7 @@ class UserFiles:
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
-        if record:
-            self.write(record)
+        self.write(record)
         self.write_vectors(vector_file, vectors)
 
     def entries(self, vector_file: str) -> dict[int, Entry]:
@@ -1926,19 +1909,16 @@ class UserFiles:
         return load_file(self.folder / vector_file, parse_vectors, shared=False) or {}
 
     def write_vectors(self, vector_file: str, vectors: Vectors) -> None:
-        """Write the vectors whose entries exist; without any there is no file."""
+        """Write the vectors whose entries exist, if there are any."""
         entries = self.entries(vector_file)
         # A model may be replaced under its old name. Only vectors of the newest one's
         # size can be compared.
-        newest = [*vectors.values()][-1:]
-        size = len(newest[0]) if newest else 0
+        size = len(next(reversed(vectors.values()), []))
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
             digest = hashlib.sha256(content).digest()
             replace_file(self.folder / vector_file, content + digest)
-        else:
-            (self.folder / vector_file).unlink(missing_ok=True)
 
 
 def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -2011,23 +1991,16 @@ class User(UserFiles):
         max_facts: int,
         record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
-        """Change facts and mark a batch of turns as learned, in one write.
+        """Change facts and mark turns as learned, in one write. Return as `read` does.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
-
-        Args:
-            record_id: The user must still have it.
-
-        Returns:
-            The facts, and the turns that wait then.
         """
         record = self.load(record_id)
         unlearned = self.unlearned_turns(record)
-        if any(turn not in unlearned for turn in batch):
-            return record, unlearned
         ids = {operation.id for operation in operations} - {""}
-        if not ids <= record.facts.keys():
+        is_late = any(turn not in unlearned for turn in batch)
+        if is_late or not ids <= record.facts.keys():
             return record, unlearned
         store = FactStore(record)
         for operation in operations:
@@ -2080,12 +2053,11 @@ class User(UserFiles):
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
         self.load()
-        sessions = []
-        for session_id in self.session_ids():
-            turns = self.transcript(session_id).turns
-            row: Json = {"session_id": session_id, "turns": len(turns)}
-            row["updated_at"] = turns[-1]["ended_at"] if turns else ""
-            sessions.append(row)
+        sessions: list[Json] = []
+        for id in self.session_ids():
+            if turns := self.transcript(id).turns:  # none if the file is damaged
+                row = {"session_id": id, "turns": len(turns)}
+                sessions.append(row | {"updated_at": turns[-1]["ended_at"]})
         return sorted(sessions, key=lambda row: row["updated_at"], reverse=True)
 
     @locked
@@ -2102,7 +2074,7 @@ class User(UserFiles):
         pattern = f"*{UUID(str(session_id))}.*"  # ValueError: it is no UUID
         if not any(self.folder.glob(pattern)):
             raise NotFound("session")
-        self.delete_files(TURN_VECTORS, pattern)
+        self.delete_files(TURN_VECTORS, pattern, self.load())
 
     @locked
     def delete_user(self) -> None:
@@ -2123,8 +2095,7 @@ class User(UserFiles):
     @locked
     def add_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
-        if new:
-            self.write_vectors(vector_file, self.vectors(vector_file) | new)
+        self.write_vectors(vector_file, self.vectors(vector_file) | new)
 
     @locked
     def search_facts(
@@ -2132,9 +2103,8 @@ class User(UserFiles):
     ) -> ScoredFacts:
         """Return at most k facts, best first, each with its score."""
         facts: dict[str, Any] = self.load().facts
-        versions = [
-            file_version(self.folder / name) for name in ("memory.json", FACT_VECTORS)
-        ]
+        paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
+        versions = map(file_version, paths)
         hits = fact_index(self, *versions).search(query, vector, len(facts), strict)
         hits = [(score, id) for score, id in hits if not has_faded(facts[id])]
         return [{**facts[id], "score": score} for score, id in hits[:k]]
@@ -2338,8 +2308,6 @@ async def to_the_end(work: "asyncio.Future[T]") -> T:
             await asyncio.wait([work])
         except asyncio.CancelledError:
             cancelled = True
-    if cancelled:
-        if error := work.exception():  # or asyncio would log it as never retrieved
-            log.warning("failed after it was cancelled: %r", error)
+    if cancelled:  # if it failed too, asyncio logs the error as never retrieved
         raise asyncio.CancelledError
     return work.result()
