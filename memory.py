@@ -1837,7 +1837,7 @@ class UserFiles:
             # Every session is marked before the new file is written. If we were killed
             # after the file, the old turns would never be learned again.
             for session_id in self.session_ids():
-                self.marker(session_id).touch()
+                (self.folder / f"{session_id}.unlearned").touch()
             record = UserRecord("", uuid.uuid4().hex)
             self.write(record)
         if record_id and record_id != record.id:
@@ -1851,9 +1851,6 @@ class UserFiles:
 
     def session_ids(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob(f"{'?' * 36}.json"))
-
-    def marker(self, session_id: str) -> Path:
-        return self.folder / f"{session_id}.unlearned"
 
     def database(self, session_id: str) -> TinyDB:
         return TinyDB(self.folder / f"{session_id}.json", storage=AtomicStorage)
@@ -1881,10 +1878,9 @@ class UserFiles:
         """Delete files, write the record, and drop vectors whose entries are gone."""
         # If a kill interrupts this, the client deletes again, and callers tell by these
         # files whether there is anything to delete. So the vectors, for which nobody
-        # looks, go first, and a marker goes last.
+        # looks, go first. A marker goes last, because of its name.
         vectors = self.vectors(vector_file)
-        paths = [*self.folder.glob(pattern)]
-        paths.sort(key=lambda path: path.suffix == ".unlearned")
+        paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
@@ -1973,9 +1969,8 @@ class User(UserFiles):
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
         # The marker comes first. The fsync after the turn makes both durable.
-        self.marker(session_id).touch()
-        document = Document(row, doc_id=row["turn"])
-        self.database(session_id).table("turns").insert(document)
+        (self.folder / f"{session_id}.unlearned").touch()
+        self.database(session_id).table("turns").insert(row)
 
     @locked
     def read(self) -> tuple[UserRecord, UnlearnedTurns]:
