@@ -1451,8 +1451,7 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     entries = []
     for (row, text), before, after in zip(said, around, around[2:]):
         key = f"{session_id}/{row['turn']}"
-        day = long_date(row["ended_at"])
-        entries.append(Entry(key, text, before, after, day))
+        entries.append(Entry(key, text, before, after, long_date(row["ended_at"])))
     return entries
 
 
@@ -1483,22 +1482,19 @@ class Index:
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
         """Index entries by the ids of their vectors. Some may lack a vector."""
         self.entries = [*entries.values()]
-        self.spread = 0.0
         self.word_index = sqlite3.connect(":memory:", check_same_thread=False)
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.word_index.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
         rows = ([*map(spaced, entry[1:])] for entry in self.entries)
         self.word_index.executemany(insert, rows)
-        vectors = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        if len(vectors) > 2:
-            self.index_vectors(vectors)
-
-    def index_vectors(self, vectors: Vectors) -> None:
-        """Index vectors by the numbers of their entries, and measure their spread."""
-        self.vector_index = flat_index(vectors)
+        numbered = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
+        self.spread = 0.0  # of the cosines; two vectors have none
+        if len(numbered) < 3:
+            return
+        self.vector_index = flat_index(numbered)
         # Sorted, or the sample would depend on the order of the entries.
-        ordered = sorted(vectors.values(), key=lambda vector: vector[0])
+        ordered = sorted(numbered.values(), key=lambda vector: vector[0])
         sample = np.stack(ordered[:: len(ordered) // 150 + 1])
         # Half of the mean is subtracted, so entries that are near to everything sink.
         self.shift = sample.mean(axis=0) / 2
@@ -1786,12 +1782,12 @@ class Tables(TypedDict, total=False):
 
 class Transcript(NamedTuple):
     turns: list[TurnRow]
-    summary: str
-    summarized: int  # the last turn that the summary holds
+    summary: str = ""
+    turn: int = 0  # the last turn that the summary holds
 
     def verbatim(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
-        return self.turns[self.summarized :]
+        return self.turns[self.turn :]
 
 
 class AtomicStorage(Storage):
@@ -1858,9 +1854,8 @@ class UserFiles:
     def transcript(self, session_id: str) -> Transcript:
         database = self.database(session_id)
         turns: list[Any] = database.table("turns").all()
-        found: Any = database.table("summary").get(doc_id=1)
-        summary = found or {"summary": "", "turn": 0}
-        return Transcript(turns, summary["summary"], summary["turn"])
+        summary: Any = database.table("summary").get(doc_id=1) or {}
+        return Transcript(turns, **summary)
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
         """Return the turns that wait to be learned, oldest first."""
@@ -1895,9 +1890,8 @@ class UserFiles:
                 day = long_date(fact["created_at"])
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
-            for session_id in self.session_ids():
-                turns = self.transcript(session_id).turns
-                entries += message_entries(session_id, turns)
+            for id in self.session_ids():
+                entries += message_entries(id, self.transcript(id).turns)
         return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, vector_file: str) -> Vectors:
@@ -2028,11 +2022,8 @@ class User(UserFiles):
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
         texts = {row["new_memory"] or row["old_memory"] for row in rows}
-        record.history = [
-            row
-            for row in record.history
-            if texts.isdisjoint((row["old_memory"], row["new_memory"]))
-        ]
+        kept = [row for row in record.history if row["old_memory"] not in texts]
+        record.history = [row for row in kept if row["new_memory"] not in texts]
         record.facts.pop(fact_id, None)
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
