@@ -2258,7 +2258,6 @@ class Locks:
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a name."""
         digest = hashlib.sha256(name.encode()).digest()
         offset = int.from_bytes(digest[:8]) >> 2  # 62 bits: a place in a file
         async with self.local.setdefault(offset, asyncio.Lock()):
@@ -2273,11 +2272,10 @@ class Locks:
 
     def try_lock(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
-        try:
+        with suppress(BlockingIOError, PermissionError):  # EAGAIN, EACCES
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
-            return False
-        return True
+            return True
+        return False
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and wait for its end even if cancelled."""

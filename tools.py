@@ -94,12 +94,7 @@ async def run_function(function: Any, arguments: Any) -> Any:
 # --- The tools ---
 
 
-def power(base: float, exponent: float) -> float:
-    math.pow(base, exponent)  # raises before a huge integer takes all memory
-    return base**exponent
-
-
-FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: power}
+FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
 FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
 FUNCTIONS |= {"mod": mod}  # not %, because models also write it for per cent
@@ -127,7 +122,10 @@ def evaluate(node: Any) -> Any:
         case ast.UnaryOp(op=op, operand=value):
             return FUNCTIONS[type(op)](evaluate(value))
         case ast.BinOp(left=left, op=op, right=right):
-            return FUNCTIONS[type(op)](evaluate(left), evaluate(right))
+            numbers = evaluate(left), evaluate(right)
+            if isinstance(op, ast.Pow):
+                math.pow(*numbers)  # raises before a huge integer takes all memory
+            return FUNCTIONS[type(op)](*numbers)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             return FUNCTIONS[name](*map(evaluate, arguments))
     raise SyntaxError(f"{type(node).__name__} is not arithmetic")
