@@ -1791,10 +1791,7 @@ class Transcript(NamedTuple):
 
 
 class AtomicStorage(Storage):
-    """A TinyDB storage that replaces its file whole.
-
-    TinyDB's own JSONStorage writes in place: 17 of 50 kills left an unreadable file.
-    """
+    """A TinyDB storage that replaces its file whole, as TinyDB's own does not."""
 
     def __init__(self, path: Path):
         self.path = path
