@@ -1526,8 +1526,7 @@ class Index:
             kept &= best >= MIN_BEST_SHARE * chance
         order = np.lexsort((-meaning, -evidence))
         scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
-        best_first = [n for n in order if kept[n]]
-        return [(scores[n], self.entries[n].key) for n in best_first[:k]]
+        return [(scores[n], self.entries[n].key) for n in order if kept[n]][:k]
 
     def meaning_scores(self, vector: Vector | None) -> np.ndarray:
         """Return how near each entry is to a vector, in sigmas."""
@@ -1977,7 +1976,7 @@ class User(UserFiles):
         max_facts: int,
         record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
-        """Change facts and mark turns as learned, in one write. Return as `read` does.
+        """Change facts and mark turns as learned, in one write. Return what `read` does.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.

@@ -102,7 +102,7 @@ FUNCTIONS |= {"mod": mod}  # not %, because models also write it for per cent
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic: + - * / // ^ mod sqrt log exp sin cos tan pi."""
+    """Return the value of arithmetic: + - * / // ^ pi sqrt log exp sin cos tan mod."""
     text = expression.lower().replace("^", "**").strip("=? ")
     try:
         value = evaluate(ast.parse(text, mode="eval").body)
