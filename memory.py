@@ -1365,8 +1365,7 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls on its vector store, its history and its embedder, with its own
-    # names and arguments
+    # What Mem0 calls on its vector store, history and embedder, with its own arguments
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
@@ -1471,7 +1470,6 @@ class Index:
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
-                   (not squared without vectors)
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
@@ -1649,9 +1647,7 @@ SUBJECTS = frozenset(SUBJECT_WORDS.split())
 LITTLE = SUBJECTS.union(LITTLE_WORDS.split())
 STOP = LITTLE.union(STOP_WORDS.split())
 # Letters that are words or endings: Chinese, Japanese, Korean
-STOP_LETTERS = frozenset(
-    "我你他她它们的了是有在不一个这那和也就都很把はがをにのでともたているしすだな는은이가을를에의다요도로와과고"
-)
+STOP_LETTERS = "我你他她它们的了是有在不一个这那和也就都很把はがをにのでともたているしすだな는은이가을를에의다요도로와과고"
 CJK = r"[\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
 # Written without spaces between words, or (Korean) with endings
 UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
@@ -1685,7 +1681,7 @@ def word_set(text: str) -> frozenset[str]:
     found: set[str] = set()
     for word in content_words(cut_middle(text, MAX_READ), STOP):
         found.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
-    return frozenset(found - STOP_LETTERS)
+    return frozenset(found.difference(STOP_LETTERS))
 
 
 def script(text: str) -> str:
@@ -1976,7 +1972,7 @@ class User(UserFiles):
         max_facts: int,
         record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
-        """Change facts and mark turns as learned, in one write. Return what `read` does.
+        """Change facts and mark turns as learned in one write. Return both as `read`.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
@@ -2182,7 +2178,6 @@ def load_file(path: Path, parse: Callable[[bytes], T], shared: bool = True) -> T
     except ValueError:  # also pydantic's
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
-        sync_folder(path.parent)
         log.error("%s is damaged and was renamed to %s", path, aside.name)
         return None
 
