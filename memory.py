@@ -1972,7 +1972,7 @@ class User(UserFiles):
         max_facts: int,
         record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
-        """Change facts and mark turns as learned in one write. Return both as `read`.
+        """In one write, change facts and mark turns as learned. Return like `read`.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
