@@ -56,11 +56,11 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -1758,9 +1758,9 @@ class UserRecord:
 
     name: str
     id: str  # random: tells a user from a deleted one of the same name
-    facts: dict[str, Fact] = field(default_factory=dict)  # by id
-    learned: dict[str, int] = field(default_factory=dict)  # session_id → last turn
-    history: list[Json] = field(default_factory=list)  # oldest first
+    facts: dict[str, Fact]  # by id
+    learned: dict[str, int]  # session_id → last turn
+    history: list[Json]  # oldest first
 
 
 class SummaryRow(TypedDict):
@@ -1768,11 +1768,11 @@ class SummaryRow(TypedDict):
     turn: int  # the last turn that the summary holds
 
 
-class Tables(TypedDict, total=False):
+class Tables(TypedDict):
     """What TinyDB keeps in a session's file, by table and document id."""
 
     turns: dict[str, TurnRow]
-    summary: dict[str, SummaryRow]  # one
+    summary: NotRequired[dict[str, SummaryRow]]  # one
 
 
 class Transcript(NamedTuple):
@@ -1826,7 +1826,7 @@ class UserFiles:
             # after the file, the old turns would never be learned again.
             for session_id in self.session_ids():
                 (self.folder / f"{session_id}.unlearned").touch()
-            record = UserRecord("", uuid.uuid4().hex)
+            record = UserRecord("", uuid.uuid4().hex, {}, {}, [])
             self.write(record)
         if record_id and record_id != record.id:
             raise NotFound("user")
@@ -2024,7 +2024,7 @@ class User(UserFiles):
         """Delete all facts. What was said so far counts as learned."""
         record = self.load()
         marks = {id: len(self.transcript(id).turns) for id in self.session_ids()}
-        record = UserRecord(record.name, record.id, learned=marks)
+        record = UserRecord(record.name, record.id, {}, marks, [])
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
     @locked
@@ -2121,7 +2121,7 @@ def fact_index(files: UserFiles, *versions: Any) -> Index:
 
 def parse_tables(content: bytes) -> Tables:
     tables = TABLES.validate_json(content)
-    turns = tables.get("turns", {})
+    turns = tables["turns"]
     places = [(str(n), n) for n in range(1, len(turns) + 1)]
     if [(id, row["turn"]) for id, row in turns.items()] != places:
         raise ValueError("turns do not stand under their numbers")

@@ -2307,6 +2307,7 @@ def test_after_any_damage_a_user_goes_on(known_folder, file, change, place):
 @cases(
     "damage",
     ("damaged", lambda file: file.write_bytes(b'{"facts":')),
+    ("a wrong key", lambda file: file.write_text(file.read_text().replace("ac", "ab"))),
     ("set aside before a crash", lambda file: file.rename(f"{file}.corrupt-17")),
 )
 async def test_facts_of_a_damaged_memory_are_learned_again(learner, tmp_path, damage):
