@@ -1890,9 +1890,9 @@ class UserFiles:
         # Not shared, because `fact_index` keeps the facts' vectors of 64 users.
         return load_file(self.folder / vector_file, parse_vectors, shared=False) or {}
 
-    def write_vectors(self, vector_file: str, vectors: Vectors) -> None:
-        """Write the vectors whose entries exist, if there are any."""
-        entries = self.entries(vector_file)
+    def write_vectors(self, vector_file: str, new: Vectors) -> None:
+        """Add vectors to a file; drop those whose entries are gone."""
+        vectors, entries = self.vectors(vector_file) | new, self.entries(vector_file)
         # A model may be replaced under its old name. Only vectors of the newest one's
         # size can be compared.
         size = len(next(reversed(vectors.values()), []))
@@ -2070,10 +2070,7 @@ class User(UserFiles):
         vectors, entries = self.vectors(vector_file), self.entries(vector_file)
         return {id: one.text for id, one in entries.items() if id not in vectors}
 
-    @locked
-    def add_vectors(self, vector_file: str, new: Vectors) -> None:
-        """Add vectors to a file; drop those whose entries are gone."""
-        self.write_vectors(vector_file, self.vectors(vector_file) | new)
+    add_vectors = locked(UserFiles.write_vectors)
 
     @locked
     def search_facts(
