@@ -29,7 +29,6 @@ the functions for files, and Locks are the way to the disk.
 
 import asyncio
 import copy
-import dataclasses
 import fcntl
 import functools
 import glob
@@ -49,11 +48,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -1166,7 +1165,11 @@ class FactStore:
         new |= {"source": operation.source, "last_seen_at": operation.at}
         twin = find_duplicate(self.record.facts, text)  # none for a delete: no text
         if twin and twin["id"] != id:
-            self.count_again(twin, operation)
+            if twin["source"] != operation.source:  # in the same turn it counts once
+                # Not through Mem0, because that would be a row of history.
+                seen = max(twin["last_seen_at"], operation.at)
+                again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
+                self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":  # the fact would now say the same as its twin
                 self.mem0.delete(id)
         elif operation.op == "delete":
@@ -1177,14 +1180,6 @@ class FactStore:
             new |= {"frequency": 1, "created_at": operation.at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
-    def count_again(self, fact: Fact, operation: Operation) -> None:
-        """Count that a fact was said again, unless in the same turn."""
-        # Not through Mem0, because that would be a row of history.
-        if fact["source"] != operation.source:
-            seen = max(fact["last_seen_at"], operation.at)
-            again: Any = {"frequency": fact["frequency"] + 1, "last_seen_at": seen}
-            self.record.facts[fact["id"]] = fact | again
-
     def evict(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
         ranked = scored(self.record.facts)
@@ -1194,17 +1189,16 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls on its vector store, with its own names and arguments
+    # What Mem0 calls on its vector store, history and embedder, with its own arguments
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
 
     def update(self, vector_id: str, vector: Any, payload: Json) -> None:
-        fact: Any = {**payload, "id": vector_id, "text": payload["data"]}
+        fact = payload | {"id": vector_id, "text": payload["data"]}
         # Only a fact's own fields, or Mem0 links entities of its `user_id`.
-        for name in fact.keys() - Fact.__annotations__:
-            del fact[name]
-        self.record.facts[vector_id] = fact
+        own: Any = {name: fact[name] for name in fact if name in Fact.__annotations__}
+        self.record.facts[vector_id] = own
 
     def delete(self, vector_id: str) -> None:
         del self.record.facts[vector_id]
@@ -1213,16 +1207,12 @@ class FactStore:
         fact = self.record.facts[vector_id]
         return SimpleNamespace(payload={**fact, "data": fact["text"]})
 
-    # On its history
-
     def add_history(
         self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
     ) -> None:
         row = {"memory_id": memory_id, "event": event, "at": now()}
         self.record.history.append(row | {"old_memory": old, "new_memory": new})
         del self.record.history[:-MAX_HISTORY]
-
-    # On its embedder
 
     def embed(self, text: str, memory_action: str) -> None:
         """Return no vector, because facts are embedded in the background."""
@@ -1284,8 +1274,7 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     entries = []
     for (row, text), before, after in zip(said, around, around[2:]):
         key = f"{session_id}/{row['turn']}"
-        day = long_date(row["ended_at"])
-        entries.append(Entry(key, text, before, after, day))
+        entries.append(Entry(key, text, before, after, long_date(row["ended_at"])))
     return entries
 
 
@@ -1305,7 +1294,6 @@ class Index:
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
-                   (not squared without vectors)
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
@@ -1316,22 +1304,19 @@ class Index:
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
         """Index entries by the ids of their vectors. Some may lack a vector."""
         self.entries = [*entries.values()]
-        self.spread = 0.0
         self.word_index = sqlite3.connect(":memory:", check_same_thread=False)
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.word_index.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
         insert = "INSERT INTO entries VALUES (?, ?, ?, ?)"  # under rowid 1, 2, …
         rows = ([*map(spaced, entry[1:])] for entry in self.entries)
         self.word_index.executemany(insert, rows)
-        vectors = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        if len(vectors) > 2:
-            self.index_vectors(vectors)
-
-    def index_vectors(self, vectors: Vectors) -> None:
-        """Index vectors by the numbers of their entries, and measure their spread."""
-        self.vector_index = flat_index(vectors)
+        numbered = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
+        self.spread = 0.0  # of the cosines; two vectors have none
+        if len(numbered) < 3:
+            return
+        self.vector_index = flat_index(numbered)
         # Sorted, or the sample would depend on the order of the entries.
-        ordered = sorted(vectors.values(), key=lambda vector: vector[0])
+        ordered = sorted(numbered.values(), key=lambda vector: vector[0])
         sample = np.stack(ordered[:: len(ordered) // 150 + 1])
         # Half of the mean is subtracted, so entries that are near to everything sink.
         self.shift = sample.mean(axis=0) / 2
@@ -1363,8 +1348,7 @@ class Index:
             kept &= best >= MIN_BEST_SHARE * chance
         order = np.lexsort((-meaning, -evidence))
         scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
-        best_first = [n for n in order if kept[n]]
-        return [(scores[n], self.entries[n].key) for n in best_first[:k]]
+        return [(scores[n], self.entries[n].key) for n in order if kept[n]][:k]
 
     def meaning_scores(self, vector: Vector | None) -> np.ndarray:
         """Return how near each entry is to a vector, in sigmas."""
@@ -1487,9 +1471,7 @@ SUBJECTS = frozenset(SUBJECT_WORDS.split())
 LITTLE = SUBJECTS.union(LITTLE_WORDS.split())
 STOP = LITTLE.union(STOP_WORDS.split())
 # Letters that are words or endings: Chinese, Japanese, Korean
-STOP_LETTERS = frozenset(
-    "我你他她它们的了是有在不一个这那和也就都很把はがをにのでともたているしすだな는은이가을를에의다요도로와과고"
-)
+STOP_LETTERS = "我你他她它们的了是有在不一个这那和也就都很把はがをにのでともたているしすだな는은이가을를에의다요도로와과고"
 CJK = r"[\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
 # Written without spaces between words, or (Korean) with endings
 UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
@@ -1523,7 +1505,7 @@ def word_set(text: str) -> frozenset[str]:
     found: set[str] = set()
     for word in content_words(cut_middle(text, MAX_READ), STOP):
         found.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
-    return frozenset(found - STOP_LETTERS)
+    return frozenset(found.difference(STOP_LETTERS))
 
 
 def script(text: str) -> str:
@@ -1600,9 +1582,9 @@ class UserRecord:
 
     name: str
     id: str  # random: tells a user from a deleted one of the same name
-    facts: dict[str, Fact] = field(default_factory=dict)  # by id
-    learned: dict[str, int] = field(default_factory=dict)  # session_id → last turn
-    history: list[Json] = field(default_factory=list)  # oldest first
+    facts: dict[str, Fact]  # by id
+    learned: dict[str, int]  # session_id → last turn
+    history: list[Json]  # oldest first
 
 
 class SummaryRow(TypedDict):
@@ -1610,28 +1592,25 @@ class SummaryRow(TypedDict):
     turn: int  # the last turn that the summary holds
 
 
-class Tables(TypedDict, total=False):
+class Tables(TypedDict):
     """What TinyDB keeps in a session's file, by table and document id."""
 
     turns: dict[str, TurnRow]
-    summary: dict[str, SummaryRow]  # one
+    summary: NotRequired[dict[str, SummaryRow]]  # one
 
 
 class Transcript(NamedTuple):
     turns: list[TurnRow]
-    summary: str
-    summarized: int  # the last turn that the summary holds
+    summary: str = ""
+    turn: int = 0  # the last turn that the summary holds
 
     def verbatim(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
-        return self.turns[self.summarized :]
+        return self.turns[self.turn :]
 
 
 class AtomicStorage(Storage):
-    """A TinyDB storage that replaces its file whole.
-
-    TinyDB's own JSONStorage writes in place: 17 of 50 kills left an unreadable file.
-    """
+    """A TinyDB storage that replaces its file whole, as TinyDB's own does not."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -1662,11 +1641,7 @@ class UserFiles:
     locks: "Locks"
 
     def load(self, record_id: str = "") -> UserRecord:
-        """Return the facts. If their file is missing or damaged, begin it again.
-
-        Raises:
-            NotFound: There is no such user, or it is another one of the same name.
-        """
+        """Return the facts. If their file is missing or damaged, begin it again."""
         if not self.folder.is_dir():
             raise NotFound("user")
         record = load_file(self.folder / "memory.json", USER_RECORD.validate_json)
@@ -1674,24 +1649,20 @@ class UserFiles:
             # Every session is marked before the new file is written. If we were killed
             # after the file, the old turns would never be learned again.
             for session_id in self.session_ids():
-                self.marker(session_id).touch()
-            record = UserRecord("", uuid.uuid4().hex)
+                (self.folder / f"{session_id}.unlearned").touch()
+            record = UserRecord("", uuid.uuid4().hex, {}, {}, [])
             self.write(record)
         if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
-        own: Json = {"facts": {**record.facts}, "learned": {**record.learned}}
-        return dataclasses.replace(record, **own, history=[*record.history])
+        own = {name: copy.copy(value) for name, value in vars(record).items()}
+        return UserRecord(**own)
 
     def write(self, record: UserRecord) -> None:
-        content = pydantic_core.to_json(vars(record))
-        replace_file(self.folder / "memory.json", content)
+        replace_file(self.folder / "memory.json", pydantic_core.to_json(vars(record)))
 
     def session_ids(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob(f"{'?' * 36}.json"))
-
-    def marker(self, session_id: str) -> Path:
-        return self.folder / f"{session_id}.unlearned"
 
     def database(self, session_id: str) -> TinyDB:
         return TinyDB(self.folder / f"{session_id}.json", storage=AtomicStorage)
@@ -1699,9 +1670,8 @@ class UserFiles:
     def transcript(self, session_id: str) -> Transcript:
         database = self.database(session_id)
         turns: list[Any] = database.table("turns").all()
-        found: Any = database.table("summary").get(doc_id=1)
-        summary = found or {"summary": "", "turn": 0}
-        return Transcript(turns, summary["summary"], summary["turn"])
+        summary: Any = database.table("summary").get(doc_id=1) or {}
+        return Transcript(turns, **summary)
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
         """Return the turns that wait to be learned, oldest first."""
@@ -1715,21 +1685,17 @@ class UserFiles:
                 marker.unlink()
         return sorted(found, key=lambda turn: turn["ended_at"])
 
-    def delete_files(
-        self, vector_file: str, pattern: str, record: UserRecord | None = None
-    ) -> None:
-        """Delete files, and the vectors whose entries are gone then."""
+    def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
+        """Delete files, write the record, and drop vectors whose entries are gone."""
         # If a kill interrupts this, the client deletes again, and callers tell by these
         # files whether there is anything to delete. So the vectors, for which nobody
-        # looks, go first, and a marker goes last.
+        # looks, go first. A marker goes last, because of its name.
         vectors = self.vectors(vector_file)
-        paths = [*self.folder.glob(pattern)]
-        paths.sort(key=lambda path: path.suffix == ".unlearned")
+        paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
-        if record:
-            self.write(record)
+        self.write(record)
         self.write_vectors(vector_file, vectors)
 
     def entries(self, vector_file: str) -> dict[int, Entry]:
@@ -1740,29 +1706,25 @@ class UserFiles:
                 day = long_date(fact["created_at"])
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
-            for session_id in self.session_ids():
-                turns = self.transcript(session_id).turns
-                entries += message_entries(session_id, turns)
+            for id in self.session_ids():
+                entries += message_entries(id, self.transcript(id).turns)
         return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
 
     def vectors(self, vector_file: str) -> Vectors:
         # Not shared, because `fact_index` keeps the facts' vectors of 64 users.
         return load_file(self.folder / vector_file, parse_vectors, shared=False) or {}
 
-    def write_vectors(self, vector_file: str, vectors: Vectors) -> None:
-        """Write the vectors whose entries exist; without any there is no file."""
-        entries = self.entries(vector_file)
+    def write_vectors(self, vector_file: str, new: Vectors) -> None:
+        """Add vectors to a file; drop those whose entries are gone."""
+        vectors, entries = self.vectors(vector_file) | new, self.entries(vector_file)
         # A model may be replaced under its old name. Only vectors of the newest one's
         # size can be compared.
-        newest = [*vectors.values()][-1:]
-        size = len(newest[0]) if newest else 0
+        size = len(next(reversed(vectors.values()), []))
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
             digest = hashlib.sha256(content).digest()
             replace_file(self.folder / vector_file, content + digest)
-        else:
-            (self.folder / vector_file).unlink(missing_ok=True)
 
 
 def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -1817,9 +1779,8 @@ class User(UserFiles):
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
         # The marker comes first. The fsync after the turn makes both durable.
-        self.marker(session_id).touch()
-        document = Document(row, doc_id=row["turn"])
-        self.database(session_id).table("turns").insert(document)
+        (self.folder / f"{session_id}.unlearned").touch()
+        self.database(session_id).table("turns").insert(row)
 
     @locked
     def read(self) -> tuple[UserRecord, UnlearnedTurns]:
@@ -1835,23 +1796,16 @@ class User(UserFiles):
         max_facts: int,
         record_id: str = "",
     ) -> tuple[UserRecord, UnlearnedTurns]:
-        """Change facts and mark a batch of turns as learned, in one write.
+        """In one write, change facts and mark turns as learned. Return like `read`.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
-
-        Args:
-            record_id: The user must still have it.
-
-        Returns:
-            The facts, and the turns that wait then.
         """
         record = self.load(record_id)
         unlearned = self.unlearned_turns(record)
-        if any(turn not in unlearned for turn in batch):
-            return record, unlearned
         ids = {operation.id for operation in operations} - {""}
-        if not ids <= record.facts.keys():
+        is_late = any(turn not in unlearned for turn in batch)
+        if is_late or not ids <= record.facts.keys():
             return record, unlearned
         store = FactStore(record)
         for operation in operations:
@@ -1884,11 +1838,8 @@ class User(UserFiles):
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
         texts = {row["new_memory"] or row["old_memory"] for row in rows}
-        record.history = [
-            row
-            for row in record.history
-            if texts.isdisjoint((row["old_memory"], row["new_memory"]))
-        ]
+        kept = [row for row in record.history if row["old_memory"] not in texts]
+        record.history = [row for row in kept if row["new_memory"] not in texts]
         record.facts.pop(fact_id, None)
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
@@ -1897,19 +1848,18 @@ class User(UserFiles):
         """Delete all facts. What was said so far counts as learned."""
         record = self.load()
         marks = {id: len(self.transcript(id).turns) for id in self.session_ids()}
-        record = UserRecord(record.name, record.id, learned=marks)
+        record = UserRecord(record.name, record.id, {}, marks, [])
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
     @locked
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
         self.load()
-        sessions = []
-        for session_id in self.session_ids():
-            turns = self.transcript(session_id).turns
-            row: Json = {"session_id": session_id, "turns": len(turns)}
-            row["updated_at"] = turns[-1]["ended_at"] if turns else ""
-            sessions.append(row)
+        sessions: list[Json] = []
+        for id in self.session_ids():
+            if turns := self.transcript(id).turns:  # none if the file is damaged
+                row = {"session_id": id, "turns": len(turns)}
+                sessions.append(row | {"updated_at": turns[-1]["ended_at"]})
         return sorted(sessions, key=lambda row: row["updated_at"], reverse=True)
 
     @locked
@@ -1926,7 +1876,7 @@ class User(UserFiles):
         pattern = f"*{UUID(str(session_id))}.*"  # ValueError: it is no UUID
         if not any(self.folder.glob(pattern)):
             raise NotFound("session")
-        self.delete_files(TURN_VECTORS, pattern)
+        self.delete_files(TURN_VECTORS, pattern, self.load())
 
     @locked
     def delete_user(self) -> None:
@@ -1944,11 +1894,7 @@ class User(UserFiles):
         vectors, entries = self.vectors(vector_file), self.entries(vector_file)
         return {id: one.text for id, one in entries.items() if id not in vectors}
 
-    @locked
-    def add_vectors(self, vector_file: str, new: Vectors) -> None:
-        """Add vectors to a file; drop those whose entries are gone."""
-        if new:
-            self.write_vectors(vector_file, self.vectors(vector_file) | new)
+    add_vectors = locked(UserFiles.write_vectors)
 
     @locked
     def search_facts(
@@ -1956,9 +1902,8 @@ class User(UserFiles):
     ) -> ScoredFacts:
         """Return at most k facts, best first, each with its score."""
         facts: dict[str, Any] = self.load().facts
-        versions = [
-            file_version(self.folder / name) for name in ("memory.json", FACT_VECTORS)
-        ]
+        paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
+        versions = map(file_version, paths)
         hits = fact_index(self, *versions).search(query, vector, len(facts), strict)
         hits = [(score, id) for score, id in hits if not has_faded(facts[id])]
         return [{**facts[id], "score": score} for score, id in hits[:k]]
@@ -1997,7 +1942,7 @@ def fact_index(files: UserFiles, *versions: Any) -> Index:
 
 def parse_tables(content: bytes) -> Tables:
     tables = TABLES.validate_json(content)
-    turns = tables.get("turns", {})
+    turns = tables["turns"]
     places = [(str(n), n) for n in range(1, len(turns) + 1)]
     if [(id, row["turn"]) for id, row in turns.items()] != places:
         raise ValueError("turns do not stand under their numbers")
@@ -2054,7 +1999,6 @@ def load_file(path: Path, parse: Callable[[bytes], T], shared: bool = True) -> T
     except ValueError:  # also pydantic's
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
-        sync_folder(path.parent)
         log.error("%s is damaged and was renamed to %s", path, aside.name)
         return None
 
@@ -2126,7 +2070,6 @@ class Locks:
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a name."""
         digest = hashlib.sha256(name.encode()).digest()
         offset = int.from_bytes(digest[:8]) >> 2  # 62 bits: a place in a file
         async with self.local.setdefault(offset, asyncio.Lock()):
@@ -2141,11 +2084,10 @@ class Locks:
 
     def try_lock(self, offset: int) -> bool:
         """Lock one byte; tell whether nobody else had it."""
-        try:
+        with suppress(BlockingIOError, PermissionError):  # EAGAIN, EACCES
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
-            return False
-        return True
+            return True
+        return False
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and wait for its end even if cancelled."""
@@ -2162,8 +2104,6 @@ async def to_the_end(work: "asyncio.Future[T]") -> T:
             await asyncio.wait([work])
         except asyncio.CancelledError:
             cancelled = True
-    if cancelled:
-        if error := work.exception():  # or asyncio would log it as never retrieved
-            log.warning("failed after it was cancelled: %r", error)
+    if cancelled:  # if it failed too, asyncio logs the error as never retrieved
         raise asyncio.CancelledError
     return work.result()
