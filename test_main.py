@@ -1123,9 +1123,10 @@ def test_a_broken_tool_is_logged_without_its_arguments(caplog):
 
 
 SUMS = [
-    ("-2 ** 2 + 7 // 2 + mod(7, 4) + mod(7, -4) =", "1"),
+    ("-2 ** 2 + 7 // 2 + 7 % 4 + 7 % -4 =", "1"),
     ("2^100", "1267650600228229401496703205376"),
-    ("1234567.1 + +0.2", "1234567.3"),
+    ("1,234,567.1 + +0.2", "1234567.3"),
+    ("15% of 80 + 1 / 20%", "17"),
     ("sqrt(16) + log(8,2) + cos(2 * PI)", "8"),
 ]
 
@@ -1135,7 +1136,7 @@ def test_calculate_returns_the_value(expression, value):
     assert tools.calculate(expression) == value
 
 
-NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,234", "20% - 5", "2 +"]
+NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,23", "1.234,567", "2 +"]
 NO_SUMS += ["__import__('os')", "().real", "'a' * 9", "x", "1 << 9", "\ud800", "1j"]
 
 
@@ -1154,6 +1155,14 @@ def test_current_time_is_local_or_of_a_time_zone(monkeypatch):
     assert "+09:00 (" in tools.current_time("Asia/Tokyo")
     with pytest.raises(ValueError, match="such as Asia/Tokyo"):
         tools.current_time("../../etc/passwd")
+
+
+def test_convert_units_returns_both_quantities_or_names_the_units():
+    assert tools.convert_units(5, "km", "mi") == "5 km = 3.10685596119 mi"
+    assert tools.convert_units(32, "F", "C") == "32 F = 0 C"
+    assert tools.convert_units(1, "byte", "GB") == "1 byte = 1e-09 GB"
+    with pytest.raises(ValueError, match="'oz', 'lb'"):
+        tools.convert_units(1, "km", "kg")
 
 
 # --- The README as printed ---

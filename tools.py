@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -93,19 +94,36 @@ async def run_function(function: Any, arguments: Any) -> Any:
 
 # --- The tools ---
 
+UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
+    {"mm": 1, "cm": 10, "m": 1e3, "km": 1e6, "in": 25.4, "ft": 304.8, "mi": 1609344},
+    {"mg": 0.001, "g": 1, "kg": 1e3, "t": 1e6, "oz": 28.349523125, "lb": 453.59237},
+    {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
+    {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
+    {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
+    {"K": 9, "C": 9, "F": 5},  # in ninths of a kelvin: a step of 1 °F is 5/9 K
+]
+ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
+
 
 FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
-FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.UAdd: pos, ast.USub: neg}
+FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
+FUNCTIONS |= {ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
-FUNCTIONS |= {"mod": mod}  # not %, because models also write it for per cent
 
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic: + - * / // ^ pi sqrt log exp sin cos tan mod."""
-    text = expression.lower().replace("^", "**").strip("=? ")
+    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
+    text = expression.lower().replace("^", "**")
+    # 1,234 is 1234, except in a call, where commas separate arguments.
+    if not re.search(r"[a-z]\w* ?\(", text):
+        text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
+    text = text.replace("% of", "% *")
+    # Before a number, name or parenthesis, % is a remainder: 7 % 4, 7 % -4. Elsewhere
+    # it is per cent: 15% is (15/100).
+    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
-        value = evaluate(ast.parse(text, mode="eval").body)
+        value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
             raise OverflowError("too large")
         return str(value) if isinstance(value, int) else f"{value:.15g}"
@@ -138,3 +156,14 @@ def current_time(timezone: str = "") -> str:
         raise ValueError(f"'{timezone[:64]}' is no IANA time zone such as Asia/Tokyo")
     now = datetime.now(UTC).astimezone(ZoneInfo(timezone) if timezone else None)
     return f"{now.isoformat(timespec='seconds')} ({now:%A}, week {now:%V})"
+
+
+@tool
+def convert_units(value: float, from_unit: str, to_unit: str) -> str:
+    """Return a quantity in another unit, such as km, mi, kg, lb, l, cup, MB, C or F."""
+    for units in UNITS:
+        if from_unit in units and to_unit in units:
+            size = (value + ZEROS.get(from_unit, 0)) * units[from_unit]
+            result = size / units[to_unit] - ZEROS.get(to_unit, 0)
+            return f"{value:.12g} {from_unit} = {result:.12g} {to_unit}"
+    raise ValueError(f"the units of each kind are {[[*units] for units in UNITS]}")
