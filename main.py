@@ -163,10 +163,8 @@ class TurnRequest:
     user_id: str = ""
     session_id: str = ""  # empty: no memory is read or written
     reasoning_mode: bool = False
-    # Messages in place of the session's turns (from /v1, or if memory is off), and the
-    # other fields of a /v1 request, which go to the endpoint
-    history: list[Message] = field(default_factory=list)
-    options: Json = field(default_factory=dict)
+    history: list[Message] = field(default_factory=list)  # in place of the session's
+    options: Json = field(default_factory=dict)  # a /v1 client's, for the endpoint
 
 
 def memory_is_on(headers: Mapping[str, str]) -> bool:
@@ -520,8 +518,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
         # A group is dropped whole: a question with its answer, a call with its results.
         # Groups begin with "user" before the last question, with "assistant" after it.
         begins_group = message["role"] == ("user" if n < last else "assistant")
-        follows_dropped = dropped and not begins_group
-        dropped = n != last and (excess > 0 or follows_dropped)
+        dropped = n != last and (excess > 0 or (dropped and not begins_group))
         if dropped:
             excess -= tokens_in([message])
         else:
@@ -530,18 +527,16 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
 
 
 def with_hints(message: Message, block: str) -> Message:
-    content = message.get("content") or ""
+    content, hints = message.get("content") or "", f"{block}\n\n"
     if isinstance(content, list):
-        first = {"type": "text", "text": f"{block}\n\n"}
-        return message | {"content": [first, *content]}
-    return message | {"content": f"{block}\n\n{content}"}
+        return message | {"content": [{"type": "text", "text": hints}, *content]}
+    return message | {"content": hints + content}
 
 
 def tokens_in(messages: list[Message]) -> int:
     """Estimate the tokens of messages. A picture in base64 counts as 1,000."""
-    texts = [json.dumps(message, ensure_ascii=False) for message in messages]
-    texts = [re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text) for text in texts]
-    return sum(map(memory.count_tokens, texts))
+    text = json.dumps(messages, ensure_ascii=False)
+    return memory.count_tokens(re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text))
 
 
 # --- The model's reply ---
@@ -580,9 +575,8 @@ class ReplyParser:
         message = choice.get("message")  # of a reply that is not streamed
         delta = message or choice.get("delta") or {}
         self.usage = chunk.get("usage") or self.usage
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if message and not self.finish_reason:
-            self.finish_reason = "stop"
+        reason = choice.get("finish_reason") or ("stop" if message else "")
+        self.finish_reason = reason or self.finish_reason
         more = unknown_fields(choice) | {"delta": unknown_fields(delta)}
         if more != {"delta": {}}:
             add_fields(self.passed_on, more)
@@ -601,12 +595,10 @@ class ReplyParser:
         half = HALF.search(text)
         self.held = half[0] if half and not is_last else ""
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
-            opens = part == "<think>" and not self.text
-            # After a thought and text, a </think> is a word of the answer.
-            closes = part == "</think>" and not (self.has_thought and self.text)
-            if opens:
+            if part == "<think>" and not self.text:
                 self.thinking = True
-            elif closes:
+            # After a thought and text, a </think> is a word of the answer.
+            elif part == "</think>" and not (self.has_thought and self.text):
                 # Text before it was a thought that the template opened in the prompt.
                 yield from self.take_back()
                 self.thinking, self.has_thought = False, True
@@ -630,10 +622,11 @@ class ReplyParser:
         if self.finish_reason in ("tool_calls", "function_call"):
             self.finish_reason = "stop"  # servers say so without calls, and with them
         yield from self.parts_of_text(self.held, is_last=True)
-        if not self.calls:
-            for function in calls_in_text(self.text, self.names):
+        written = [json.loads(text) for text in json_texts(self.text)]
+        if not self.calls and all(is_call(value, self.names) for value in written):
+            for function in written:
                 self.add_piece({"function": function})
-            if self.calls:
+            if written:
                 yield from self.take_back()
         calls = [call for begun in self.calls for call in self.whole_calls(begun)]
         self.calls, self.passed_on = mended_json([calls, self.passed_on])
@@ -673,7 +666,7 @@ class ReplyParser:
             call = begun | {"arguments": "", "more": {}}
             self.calls.append(call)
         call |= {key: call[key] or begun[key] for key in begun}
-        arguments = given.get("arguments") or ""
+        arguments = given.get("arguments") or given.get("parameters") or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         if arguments != call["arguments"]:  # else the server sends them again
@@ -705,13 +698,10 @@ def add_fields(total: Json, more: Json) -> Json:
 
 def mended(text: str) -> str:
     """Replace halves of characters, which gateways send and no file can store."""
-    if text.isascii():
-        return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def mended_json(value: Any) -> Any:
-    """Return JSON with all its texts mended."""
     return json.loads(mended(json.dumps(value, ensure_ascii=False)))
 
 
@@ -728,16 +718,10 @@ def json_texts(text: str) -> list[str]:
     return found
 
 
-def calls_in_text(text: str, names: list[str]) -> list[Json]:
-    """Return the functions that a whole text calls, or none if it says more."""
-    calls = []
-    for value in map(json.loads, json_texts(text)):
-        written = value if isinstance(value, dict) else {}
-        arguments = written.get("arguments", written.get("parameters"))
-        if written.get("name") not in names or arguments is None:
-            return []
-        calls.append({"name": written["name"], "arguments": arguments})
-    return calls
+def is_call(value: Any, names: list[str]) -> bool:
+    """Return whether a model's JSON calls a tool by its name."""
+    given = value.keys() if isinstance(value, dict) else set()
+    return bool(given & {"arguments", "parameters"}) and value.get("name") in names
 
 
 def offered_name(name: str, names: list[str]) -> str:
@@ -762,12 +746,12 @@ def parse_arguments(text: str) -> Json | None:
 TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
 
 
-def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
+def with_extra(body: Json, extra: Json, own: Json) -> Json:
     """Return a body with the settings' fields and, in their place, a client's own.
 
     A null in the settings removes the field of all three.
     """
-    body = body | extra | (own or {})
+    body = body | extra | own
     removed = [name for name, value in extra.items() if value is None]
     return {name: value for name, value in body.items() if name not in removed}
 
@@ -792,8 +776,7 @@ class Endpoint:
             # A redirect would carry prompts elsewhere.
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
-        patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        # For whole answers
+        patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)  # a whole answer
         self.slow_client = self.client.with_options(timeout=patient)
 
     async def stream(self, body: Json, receive: Callable[[Json], Any]) -> None:
@@ -898,8 +881,7 @@ def translate(error: openai.APIError) -> Failure:
         return Failure("upstream_timeout")
     if not isinstance(error, openai.APIStatusError):
         return Failure("upstream_unavailable", reason)
-    code = "upstream_rejected"
-    status = error.status_code
+    code, status = "upstream_rejected", error.status_code
     if status == 408:
         code = "upstream_timeout"
     elif status == 429 or status >= 500:  # also if it "took too long"
@@ -995,7 +977,6 @@ class Service:
         return self.settings.context_tokens or self.chat.contexts.get(model) or 8192
 
     def limits(self) -> memory.Limits:
-        """Return what the memory must know of its two models."""
         model = self.settings.memory_model or self.chat.model
         embedding_model = self.embedder.model if self.embedder else ""
         return memory.Limits(self.context(model), embedding_model)
@@ -1013,7 +994,7 @@ class Service:
         body["model"] = self.settings.memory_model or await self.chat.model_name()
         # Models of a large context refuse a quarter of it, for they write less.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
-        body = with_extra(body, self.settings.memory_extra_body)
+        body = with_extra(body, self.settings.memory_extra_body, {})
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
@@ -1184,8 +1165,7 @@ async def completions(
 
 def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     """Return the turn that is asked for. Without a user, it has no session."""
-    sent = [message.model_dump(exclude_unset=True) for message in body.messages]
-    history = mended_json(sent)
+    history = mended_json(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:
@@ -1283,11 +1263,10 @@ class LateStartResponse(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}
-        started = False
         async for content in self.body_iterator:
-            if not started:
+            if start:
                 await send({"type": "http.response.start"} | start)
-                started = True
+                start = {}
             part = {"type": "http.response.body", "body": content}
             await send(part | {"more_body": True})
         await send({"type": "http.response.body"})
@@ -1381,8 +1360,8 @@ def create_app(settings: Settings) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(KeyCheck, key=settings.api_key)
     if origins := settings.cors_origins:
-        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
+        every = ["*"]  # method and header
+        app.add_middleware(CORSMiddleware, origins, every, every)
     return app
 
 
