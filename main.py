@@ -180,7 +180,7 @@ EventType = Literal[
     "tool_result",  # round, id, name, ok, content, ms
     "passed_on",  # round, choice: a chunk's other fields; not on /chat
     "ping",  # after a silence
-    "done",  # response, and the fields of AgentRun.done: last, after the turn is on disk
+    "done",  # response, AgentRun.done: last, after the turn is on disk
     "error",  # code, message: last
 ]
 
@@ -611,7 +611,7 @@ class ReplyParser:
             if written:
                 yield from self.take_back()
         calls = [call for begun in self.calls for call in self.whole_calls(begun)]
-        self.calls, self.passed_on = mended_json([calls, self.passed_on])
+        self.calls, self.passed_on = mended([calls, self.passed_on])
 
     def whole_calls(self, begun: Json) -> list[Json]:
         """Return a call from its pieces, or two if a server joined their arguments."""
@@ -678,13 +678,10 @@ def add_fields(total: Json, more: Json) -> Json:
     return total
 
 
-def mended(text: str) -> str:
-    """Replace halves of characters, which gateways send and no file can store."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def mended_json(value: Any) -> Any:
-    return json.loads(mended(json.dumps(value, ensure_ascii=False)))
+def mended(value: Any) -> Any:
+    """Return JSON without halves of characters, which gateways send, no file stores."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(text.decode("utf-16-le", "replace"))
 
 
 def json_texts(text: str) -> list[str]:
@@ -1147,7 +1144,7 @@ async def completions(
 
 def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnRequest:
     """Return the turn that is asked for. Without a user, it has no session."""
-    history = mended_json(body.model_dump(exclude_unset=True)["messages"])
+    history = mended(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:
