@@ -170,20 +170,6 @@ def memory_is_on(headers: Mapping[str, str]) -> bool:
     return headers.get("X-Memory", "on").lower() in ("", "on")
 
 
-EventType = Literal[
-    "memory",  # facts, pending, degraded: first, what the model is told
-    "plan",  # round, steps: in reasoning mode
-    "thinking",  # round, text: the model's own reasoning
-    "token",  # round, text: a piece of the answer
-    "thought",  # round, text: this text of the round was not the answer
-    "tool_call",  # round, id, name, arguments
-    "tool_result",  # round, id, name, ok, content, ms
-    "passed_on",  # round, choice: a chunk's other fields; not on /chat
-    "ping",  # after a silence
-    "done",  # response, AgentRun.done: last, after the turn is on disk
-    "error",  # code, message: last
-]
-
 FAILURES = {  # code: the status if nothing was sent yet, and what a client is told
     "upstream_rejected": (502, "The model's endpoint refused the request."),
     "upstream_unavailable": (503, "The model gave no answer."),
@@ -214,7 +200,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 
 
 class EventStream:
-    """The events of one turn, between its task and its client."""
+    """The events of one turn, between its task and its client. README lists them."""
 
     task: asyncio.Task[None]  # of the turn
     failure: Failure  # what the event `error` reports
@@ -223,7 +209,7 @@ class EventStream:
         self.ping_after, self.unread_limit = settings.ping_after, settings.unread_limit
         self.queue: asyncio.Queue[Json] = asyncio.Queue(64)
 
-    async def emit(self, type: EventType, **fields: Any) -> None:
+    async def emit(self, type: str, **fields: Any) -> None:
         """Put an event into the queue. If nobody reads for too long, stop the turn."""
         try:
             async with asyncio.timeout(self.unread_limit):
@@ -419,7 +405,7 @@ class AgentRun:
             field = "choice" if type == "passed_on" else "text"
             await self.emit(type, **{field: value})
 
-    async def emit(self, type: EventType, **fields: Any) -> None:
+    async def emit(self, type: str, **fields: Any) -> None:
         await self.events.emit(type, round=self.done["rounds"], **fields)
 
     async def plan(self, steps: list[str]) -> str:
@@ -524,7 +510,7 @@ def tokens_in(messages: list[Message]) -> int:
 
 # --- The model's reply ---
 
-Part = tuple[EventType, Any]  # the type of an event, and its text or fields
+Part = tuple[str, Any]  # the type of an event, and its text or a chunk's choice
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -1064,6 +1050,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
+    """Return an event's line, but none of `passed_on`, which is for /v1."""
     return b"" if event["type"] == "passed_on" else f"{to_json(event)}\n".encode()
 
 
