@@ -617,17 +617,17 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one.
 
-        Candidates are the calls with its index, or with its id if it has no index; else
-        all, but none if it has both. The last candidate is continued, unless the piece
-        has a name and differs from it in index, id or name.
+        Candidates are the calls with its index; else those with its id; else all, but
+        none if it has both. The last candidate is continued, unless the piece has a
+        name and differs from it in index, id or name.
         """
         given = piece | (piece.get("function") or {})
         names = {key: given.get(key) for key in ("index", "id", "name")}
         begun = {k: "" if v is None else str(v).strip() for k, v in names.items()}
-        key = "index" if begun["index"] else "id"
-        found = [call for call in self.calls if call[key] == begun[key]]
-        if not found and not (begun["index"] and begun["id"]):
-            found = self.calls
+        found = [] if begun["index"] and begun["id"] else self.calls
+        for key in ("id", "index"):
+            same = [c for c in self.calls if begun[key] and c[key] == begun[key]]
+            found = same or found
         call = found[-1] if found else {}
         differs = any(call.get(k) and begun[k] not in ("", call[k]) for k in begun)
         if not call or (begun["name"] and differs):
