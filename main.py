@@ -20,7 +20,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +39,6 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 from pydantic.networks import HttpUrl
 from pydantic.types import NonNegativeInt, PositiveInt, StringConstraints
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -163,29 +162,13 @@ class TurnRequest:
     user_id: str = ""
     session_id: str = ""  # empty: no memory is read or written
     reasoning_mode: bool = False
-    # Messages in place of the session's turns (from /v1, or if memory is off), and the
-    # other fields of a /v1 request, which go to the endpoint
-    history: list[Message] = field(default_factory=list)
-    options: Json = field(default_factory=dict)
+    history: list[Message] = field(default_factory=list)  # in place of the session's
+    options: Json = field(default_factory=dict)  # a /v1 client's, for the endpoint
 
 
 def memory_is_on(headers: Mapping[str, str]) -> bool:
     return headers.get("X-Memory", "on").lower() in ("", "on")
 
-
-EventType = Literal[
-    "memory",  # facts, pending, degraded: first, what the model is told
-    "plan",  # round, steps: in reasoning mode
-    "thinking",  # round, text: the model's own reasoning
-    "token",  # round, text: a piece of the answer
-    "thought",  # round, text: this text of the round was not the answer
-    "tool_call",  # round, id, name, arguments
-    "tool_result",  # round, id, name, ok, content, ms
-    "passed_on",  # round, choice: a chunk's other fields; /chat sends only a refusal
-    "ping",  # after a silence
-    "done",  # response, and the fields of Outcome: last, after the turn is on disk
-    "error",  # code, message: last
-]
 
 FAILURES = {  # code: the status if nothing was sent yet, and what a client is told
     "upstream_rejected": (502, "The model's endpoint refused the request."),
@@ -200,44 +183,37 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
 class Failure(HTTPException):
     """A turn cannot go on. `upstream_status` is the endpoint's own, if it sent one."""
 
-    def __init__(
-        self, code: str, reason: str = "", upstream_status: int = 0, wait: str = ""
-    ):
-        status, sentence = FAILURES[code]
+    def __init__(self, code: str, reason: str = "", status: int = 0, wait: str = ""):
+        self.code, self.upstream_status = code, status
+        own_status, sentence = FAILURES[code]
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
-        if 400 <= upstream_status < 500 and upstream_status != 408:
-            status = upstream_status
+        if not 400 <= status < 500 or status == 408:
+            status = own_status
         # The openai client obeys it. Without it, each retry would save another turn.
         headers = {"X-Should-Retry": "false"}
         if wait:  # seconds, or a date
             headers["Retry-After"] = wait
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
-        self.code, self.upstream_status = code, upstream_status
 
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+2028
 
 
 class EventStream:
-    """The events of one turn, between its task and its client."""
+    """The events of one turn, between its task and its client. README lists them."""
 
-    task: asyncio.Task[None]  # of the turn; AgentRun.start sets it
-    failure: Failure | None = None  # what the event `error` reports
+    task: asyncio.Task[None]  # of the turn
+    failure: Failure  # what the event `error` reports
 
     def __init__(self, settings: Settings):
         self.ping_after, self.unread_limit = settings.ping_after, settings.unread_limit
         self.queue: asyncio.Queue[Json] = asyncio.Queue(64)
-        self.emitted_at = time.monotonic()
 
-    async def emit(self, type: EventType, **fields: Any) -> None:
+    async def emit(self, type: str, **fields: Any) -> None:
         """Put an event into the queue. If nobody reads for too long, stop the turn."""
-        self.emitted_at = time.monotonic()
-        event = {"type": type, **fields}
-        if not self.queue.full():
-            return self.queue.put_nowait(event)
         try:
             async with asyncio.timeout(self.unread_limit):
-                await self.queue.put(event)
+                await self.queue.put({"type": type, **fields})
         except TimeoutError:
             raise asyncio.CancelledError from None
 
@@ -249,30 +225,26 @@ class EventStream:
 
     async def read(self, encode: Callable) -> AsyncGenerator[bytes, None]:
         """Yield the events as bytes. Cancel the turn when the client disconnects."""
-        # One timer per turn, because a timeout per event costs a chat 0.8 ms of CPU.
-        pings = asyncio.create_task(self.ping())
-        ended = False
+        ended, content = False, b""
         try:
             while not ended:
-                events = [await self.queue.get()]
+                event = await self.next()
+                ended = event["type"] in ("done", "error")  # the rest is not read
+                content += encode(event)
                 # One write for all that waits takes a chat from 10.7 to 8.2 ms of CPU.
-                while not self.queue.empty():
-                    events.append(self.queue.get_nowait())
-                ended = any(event["type"] in ("done", "error") for event in events)
-                if content := b"".join(map(encode, events)):
+                if content and (ended or self.queue.empty()):
                     yield content
+                    content = b""
         finally:
-            pings.cancel()
             self.task.cancel()
 
-    async def ping(self) -> None:
-        while not self.task.done():  # nothing follows `done` or `error`
-            silent = time.monotonic() - self.emitted_at
-            if silent >= self.ping_after:
-                silent = 0
-                if self.queue.empty():  # else the client has something to read
-                    await self.emit("ping")
-            await asyncio.sleep(self.ping_after - silent)
+    async def next(self) -> Json:
+        """Return the next event, or a `ping` after a silence."""
+        try:
+            async with asyncio.timeout(self.ping_after):
+                return await self.queue.get()
+        except TimeoutError:
+            return {"type": "ping"}
 
 
 # --- The agent loop ---
@@ -287,16 +259,6 @@ PLAN_CALL = {"type": "function", "function": {"name": "plan"}}
 SORRY = "Sorry, I could not come up with an answer."
 
 
-@dataclass
-class Outcome:
-    """Fields of the event `done`, filled round by round."""
-
-    turn: int = 0
-    rounds: int = 0
-    finish_reason: str = ""
-    usage: Json | None = None
-
-
 class AgentRun:
     """One turn, with its rounds of requests and tool calls."""
 
@@ -309,25 +271,19 @@ class AgentRun:
         self.tool_rows: list[Json] = []  # the calls with their results, as saved
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
-        self.outcome = Outcome()
-
-    def start(self) -> asyncio.Task[None]:
-        """Run the turn in a task of its own."""
-        self.events.task = asyncio.create_task(self.run())
-        return self.events.task
+        # Fields of the event `done`, filled round by round
+        self.done: Json = {"turn": 0, "rounds": 0, "finish_reason": "", "usage": None}
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
-        session_id = self.request.session_id
+        user_id, session_id = self.request.user_id, self.request.session_id
         try:
             if session_id:
-                memories = self.service.memory
-                async with memories.turn(self.request.user_id, session_id) as turn:
+                async with self.service.memory.turn(user_id, session_id) as turn:
                     await self.run_saved(turn)
             else:
                 await self.answer_query(None)
-            done = {"response": self.reply.text} | vars(self.outcome)
-            await self.events.emit("done", **done)
+            await self.events.emit("done", response=self.reply.text, **self.done)
         except asyncio.CancelledError:
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
@@ -355,8 +311,8 @@ class AgentRun:
         finally:
             # A client that runs its own tools goes on with the turn in a new request.
             if not self.client_calls:
-                self.outcome.turn = turn.number
-                row["rounds"] = self.outcome.rounds
+                self.done["turn"] = turn.number
+                row["rounds"] = self.done["rounds"]
                 row["reasoning_mode"] = self.request.reasoning_mode
                 await turn.save(self.request.query, self.reply.text, status, **row)
 
@@ -369,7 +325,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
-        self.body["messages"] = await self.build_prompt(turn, hints)
+        self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         told = {"facts": hints.rows(), "pending": pending, "degraded": hints.degraded}
         await self.events.emit("memory", **told)
@@ -379,23 +335,18 @@ class AgentRun:
             await self.run_rounds()
 
     def offer_tools(self, turn: memory.Turn | None) -> None:
-        functions: list[Any] = [*tools.TOOLS.values()]
-        if self.request.reasoning_mode:
-            functions.insert(0, self.plan)
+        functions: list[Any] = [self.plan] if self.request.reasoning_mode else []
+        functions += tools.TOOLS.values()
         if turn:
-            searches = [turn.fetch_memory, turn.search_conversations]
-            functions += [*searches, turn.propose_memory]
+            functions += [turn.fetch_memory, turn.search_conversations]
+            functions.append(turn.propose_memory)
         self.functions = {function.__name__: function for function in functions}
         self.body["tools"] = [tools.schema(function) for function in functions]
 
-    async def build_prompt(
-        self, turn: memory.Turn | None, hints: Hints
-    ) -> list[Message]:
+    async def prompt(self, turn: memory.Turn | None, hints: Hints) -> list[Message]:
         """Return the first messages. They leave a quarter of the context free."""
-        chat = self.service.chat
-        if not chat.contexts:  # the endpoint may have started after us
-            await chat.list_models()
-        limit = self.service.context(chat.model) * 3 // 4
+        self.body["model"] = model = await self.service.chat.model_name()
+        limit = self.service.context(model) * 3 // 4
         limit -= memory.count_tokens(json.dumps(self.body | self.request.options))
         if not turn or self.request.history:
             block = hints.block() if turn else ""
@@ -411,70 +362,56 @@ class AgentRun:
         The last round may call no tools, so there is always an answer. Reasoning mode
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
-        max_rounds, outcome = self.service.settings.max_rounds, self.outcome
+        max_rounds, done = self.service.settings.max_rounds, self.done
         choice: Any = PLAN_CALL if self.request.reasoning_mode else None
-        answered = False
-        while not answered:
-            is_last = outcome.rounds == max_rounds - 1
-            if is_last:
+        for number in range(1, max_rounds + 1):
+            if number == max_rounds:
                 choice = "none"
             if calls := await self.ask_model(choice):
                 await self.run_calls(calls)
                 choice = None
-            elif self.reply.text.strip() or outcome.finish_reason != "stop":
-                answered = True
-            else:  # an empty reply: ask once more without tools, then give up
-                await self.emit_parts(self.reply.take_back())
-                if choice == "none":
-                    answered = True
-                    self.reply.text = SORRY
-                    await self.emit("token", text=SORRY)
+            elif self.reply.text or done["finish_reason"] != "stop":
+                break
+            elif choice != "none":  # an empty reply: ask once more without tools
                 choice = "none"
-        if is_last and max_rounds > 1 and outcome.finish_reason == "stop":
-            outcome.finish_reason = "max_rounds"
+            else:
+                self.reply.text = SORRY
+                await self.emit("token", text=SORRY)
+                break
+        if number == max_rounds > 1 and done["finish_reason"] == "stop":
+            done["finish_reason"] = "max_rounds"
 
     async def ask_model(self, choice: Any) -> list[Json]:
         """Ask the model once. Append its tool calls to the messages and return them."""
-        outcome, chat = self.outcome, self.service.chat
-        outcome.rounds += 1
-        body = self.body | {"model": await chat.model_name()}
-        if choice:
-            body["tool_choice"] = choice
+        done, chat = self.done, self.service.chat
+        done["rounds"] += 1
+        body = self.body | ({"tool_choice": choice} if choice else {})
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
         self.reply = reply = ReplyParser(body.get("tools") or [])
-        await self.stream_reply(body)
-        outcome.usage = add_fields(outcome.usage or {}, reply.usage) or None
-        outcome.finish_reason = reply.finish_reason
+        try:
+            await chat.stream(body, lambda chunk: self.emit_parts(reply.feed(chunk)))
+        except Failure:
+            if not reply.finish_reason:  # else it broke off behind its end
+                raise
+        await self.emit_parts(reply.finish())
+        done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
+        done["finish_reason"] = reply.finish_reason
         if not reply.calls or choice == "none":
             return []
-        outcome.finish_reason = "tool_calls"
+        done["finish_reason"] = "tool_calls"
         renew_ids(reply.calls, self.body["messages"])
-        message = {"role": "assistant", "content": reply.text or None}
-        for name, value in reply.passed_on["delta"].items():
-            if name.startswith("reasoning"):  # DeepSeek and Kimi require it back
-                message[name] = value
-        self.body["messages"].append(message | {"tool_calls": reply.calls})
+        # With all its fields, because DeepSeek and Kimi require their reasoning back.
+        self.body["messages"].append(reply.message(reply.calls))
         return reply.calls
-
-    async def stream_reply(self, body: Json) -> None:
-        """Emit a reply. If it breaks off after its `finish_reason`, it is complete."""
-        try:
-            async with aclosing(self.service.chat.stream(body, self.reply)) as chunks:
-                async for parts in chunks:
-                    await self.emit_parts(parts)
-        except Failure:
-            if not self.reply.finish_reason:
-                raise
-        await self.emit_parts(self.reply.finish())
 
     async def emit_parts(self, parts: "Iterable[Part]") -> None:
         for type, value in parts:
             field = "choice" if type == "passed_on" else "text"
             await self.emit(type, **{field: value})
 
-    async def emit(self, type: EventType, **fields: Any) -> None:
-        await self.events.emit(type, round=self.outcome.rounds, **fields)
+    async def emit(self, type: str, **fields: Any) -> None:
+        await self.events.emit(type, round=self.done["rounds"], **fields)
 
     async def plan(self, steps: list[str]) -> str:
         """Write down the steps that lead to the answer, before anything else.
@@ -491,7 +428,7 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = self.service.settings.max_rounds - self.outcome.rounds
+            left = self.service.settings.max_rounds - self.done["rounds"]
             results[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
         self.body["messages"] += results
 
@@ -545,8 +482,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     own = [text_of(message) for message in history if message["role"] in ours]
     prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
     rest = [message for message in history if message["role"] not in ours]
-    users = [n for n, message in enumerate(rest) if message["role"] == "user"]
-    last = users[-1] if users else 0
+    users = (n for n, message in enumerate(rest) if message["role"] == "user")
+    last = max(users, default=0)
     excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
         rest[last] = with_hints(rest[last], block)
@@ -555,8 +492,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
         # A group is dropped whole: a question with its answer, a call with its results.
         # Groups begin with "user" before the last question, with "assistant" after it.
         begins_group = message["role"] == ("user" if n < last else "assistant")
-        follows_dropped = dropped and not begins_group
-        dropped = n != last and (excess > 0 or follows_dropped)
+        dropped = n != last and (excess > 0 or (dropped and not begins_group))
         if dropped:
             excess -= tokens_in([message])
         else:
@@ -565,23 +501,21 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
 
 
 def with_hints(message: Message, block: str) -> Message:
-    content = message.get("content") or ""
+    content, hints = message.get("content") or "", f"{block}\n\n"
     if isinstance(content, list):
-        first = {"type": "text", "text": f"{block}\n\n"}
-        return message | {"content": [first, *content]}
-    return message | {"content": f"{block}\n\n{content}"}
+        return message | {"content": [{"type": "text", "text": hints}, *content]}
+    return message | {"content": hints + content}
 
 
 def tokens_in(messages: list[Message]) -> int:
     """Estimate the tokens of messages. A picture in base64 counts as 1,000."""
-    texts = [json.dumps(message, ensure_ascii=False) for message in messages]
-    texts = [re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text) for text in texts]
-    return sum(map(memory.count_tokens, texts))
+    text = json.dumps(messages, ensure_ascii=False)
+    return memory.count_tokens(re.sub("[A-Za-z0-9+/=]{3000,}", "~" * 3000, text))
 
 
 # --- The model's reply ---
 
-Part = tuple[EventType, Any]  # the type of an event, and its text or fields
+Part = tuple[str, Any]  # the type of an event, and its text or a chunk's choice
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -615,15 +549,13 @@ class ReplyParser:
         message = choice.get("message")  # of a reply that is not streamed
         delta = message or choice.get("delta") or {}
         self.usage = chunk.get("usage") or self.usage
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        if message and not self.finish_reason:
-            self.finish_reason = "stop"
-        more, more_of_delta = unknown_fields(choice), unknown_fields(delta)
-        if more or more_of_delta:
+        reason = choice.get("finish_reason") or ("stop" if message else "")
+        self.finish_reason = reason or self.finish_reason
+        more = unknown_fields(choice) | {"delta": unknown_fields(delta)}
+        if more != {"delta": {}}:
             add_fields(self.passed_on, more)
-            add_fields(self.passed_on["delta"], more_of_delta)
-            self.text += mended(str(more_of_delta.get("refusal", "")))
-            yield "passed_on", more | {"delta": more_of_delta}
+            self.text += mended(str(more["delta"].get("refusal", "")))
+            yield "passed_on", more
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
             yield "thinking", mended(reasoning)
@@ -632,26 +564,23 @@ class ReplyParser:
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
 
-    def parts_of_text(self, text: str) -> Iterator[Part]:
+    def parts_of_text(self, text: str, is_last: bool = False) -> Iterator[Part]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
-        self.held = half[0] if half else ""
+        self.held = half[0] if half and not is_last else ""
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
-            opens = part == "<think>" and not self.text
-            # After a thought and text, a </think> is a word of the answer.
-            closes = part == "</think>" and not (self.has_thought and self.text)
-            if opens:
+            if part == "<think>" and not self.text:
                 self.thinking = True
-            elif closes:
+            # After a thought and text, a </think> is a word of the answer.
+            elif part == "</think>" and not (self.has_thought and self.text):
                 # Text before it was a thought that the template opened in the prompt.
                 yield from self.take_back()
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
                 yield "thinking", part
-            elif part and (self.text or not part.isspace()):
-                part = part if self.text else part.lstrip()
-                self.text += part
-                yield "token", part
+            elif shown := part if self.text else part.lstrip():
+                self.text += shown
+                yield "token", shown
 
     def take_back(self) -> Iterator[Part]:
         """Yield that this round's text is not the answer."""
@@ -665,70 +594,58 @@ class ReplyParser:
             raise Failure("upstream_unavailable", "The answer broke off.")
         if self.finish_reason in ("tool_calls", "function_call"):
             self.finish_reason = "stop"  # servers say so without calls, and with them
-        if self.held:
-            self.text += "" if self.thinking else mended(self.held)
-            yield "thinking" if self.thinking else "token", mended(self.held)
-        calls = [call for begun in self.calls for call in whole_calls(begun)]
-        if not calls and (calls := calls_in_text(self.text, self.names)):
-            yield from self.take_back()
-        for call in calls:
-            function = call["function"]
-            function["name"] = offered_name(function["name"], self.names)
-        self.calls, self.passed_on = mended_json([calls, self.passed_on])
+        yield from self.parts_of_text(self.held, is_last=True)
+        written = [json.loads(text) for text in json_texts(self.text)]
+        if not self.calls and all(is_call(value, self.names) for value in written):
+            for function in written:
+                self.add_piece({"function": function})
+            if written:
+                yield from self.take_back()
+        calls = [call for begun in self.calls for call in self.whole_calls(begun)]
+        self.calls, self.passed_on = mended([calls, self.passed_on])
+
+    def whole_calls(self, begun: Json) -> list[Json]:
+        """Return a call from its pieces, or two if a server joined their arguments."""
+        call = {"id": begun["id"], "type": "function"} | begun["more"]
+        name = offered_name(begun["name"], self.names)
+        texts = json_texts(begun["arguments"]) or [begun["arguments"] or "{}"]
+        return [call | {"function": {"name": name, "arguments": t}} for t in texts]
+
+    def message(self, calls: list[Json]) -> Message:
+        """Return the whole reply as a message."""
+        message = {"role": "assistant", "content": self.text or None}
+        message |= self.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
+        if message.get("refusal"):  # which is the text
+            message["content"] = None
+        return message
 
     def add_piece(self, piece: Json) -> None:
-        """Add a piece of a call to the call that it continues, or begin another one."""
-        function = piece.get("function") or {}
-        named = {"index": piece.get("index"), "id": piece.get("id")}
-        named["name"] = function.get("name")
-        begun = {k: "" if v is None else str(v).strip() for k, v in named.items()}
-        call = self.continued_call(begun)
-        if not call:
-            call = begun | {"arguments": "", "more": {}}
-            self.calls.append(call)
-        call |= {key: call[key] or begun[key] for key in begun}
-        arguments = as_json_text(function.get("arguments") or "")
-        if arguments != call["arguments"]:  # else the server sends them again
-            call["arguments"] += arguments
-        # Gemini requires its `extra_content` back.
-        call["more"] |= unknown_fields(piece)
-
-    def continued_call(self, begun: Json) -> Json | None:
-        """Return the call that a piece continues, or None if it begins another.
+        """Add a piece of a call to the call that it continues, or begin another one.
 
         Candidates are the calls with its index; else those with its id; else all, but
         none if it has both. The last candidate is continued, unless the piece has a
         name and differs from it in index, id or name.
         """
-
-        def having(key: str) -> list[Json]:
-            return [c for c in self.calls if begun[key] and c[key] == begun[key]]
-
-        found = having("index") or having("id")
-        is_new = begun["index"] and begun["id"]  # both given, and no call has either
-        if not found and not is_new:
-            found = self.calls  # it continues the last one
-        if not found:
-            return None
-        call = found[-1]
-        differs = any(call[key] and begun[key] not in ("", call[key]) for key in begun)
-        return None if begun["name"] and differs else call
-
-
-def whole_calls(piece: Json) -> list[Json]:
-    """Return a call from its pieces, or two if a server has joined their arguments."""
-    id, name, more = piece["id"], piece["name"], piece["more"]
-    texts = json_texts(piece["arguments"]) or [piece["arguments"] or "{}"]
-    return [new_call(id, name, text) | more for text in texts]
-
-
-def new_call(id: str, name: str, arguments: str) -> Json:
-    function = {"name": name, "arguments": arguments}
-    return {"id": id, "type": "function", "function": function}
-
-
-def as_json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        given = piece | (piece.get("function") or {})
+        names = {key: given.get(key) for key in ("index", "id", "name")}
+        begun = {k: "" if v is None else str(v).strip() for k, v in names.items()}
+        found = [] if begun["index"] and begun["id"] else self.calls
+        for key in ("id", "index"):
+            same = [c for c in self.calls if begun[key] and c[key] == begun[key]]
+            found = same or found
+        call = found[-1] if found else {}
+        differs = any(call.get(k) and begun[k] not in ("", call[k]) for k in begun)
+        if not call or (begun["name"] and differs):
+            call = begun | {"arguments": "", "more": {}}
+            self.calls.append(call)
+        call |= {key: call[key] or begun[key] for key in begun}
+        arguments = given.get("arguments") or given.get("parameters") or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        if arguments != call["arguments"]:  # else the server sends them again
+            call["arguments"] += arguments
+        # Gemini requires its `extra_content` back.
+        call["more"] |= unknown_fields(piece)
 
 
 def unknown_fields(row: Json) -> Json:
@@ -736,34 +653,26 @@ def unknown_fields(row: Json) -> Json:
     return {k: v for k, v in row.items() if k not in KNOWN_FIELDS and v is not None}
 
 
-def add_fields(total: Json, more: Json, nested: bool = False) -> Json:
+def add_fields(total: Json, more: Json) -> Json:
     """Add the pieces of a reply, or the usage of a round, to what came before.
 
-    Numbers are summed and lists joined at any depth. Texts are joined at the top only;
-    inside an object a text comes whole, so the new one replaces the old.
+    Numbers are summed, texts and lists are joined.
     """
-    kinds = (list, int, float) if nested else (list, int, float, str)
     for name, value in more.items():
         old: Any = total.get(name)
         if isinstance(old, dict) and isinstance(value, dict):
-            total[name] = add_fields({**old}, value, nested=True)
-        elif type(old) is type(value) and type(value) in kinds:
+            total[name] = add_fields({**old}, value)
+        elif type(old) is type(value) and type(value) in (str, list, int, float):
             total[name] = old + value
         else:
             total[name] = value
     return total
 
 
-def mended(text: str) -> str:
-    """Replace halves of characters, which gateways send and no file can store."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def mended_json(value: Any) -> Any:
-    """Return JSON with all its texts mended."""
-    return json.loads(mended(json.dumps(value, ensure_ascii=False)))
+def mended(value: Any) -> Any:
+    """Return JSON without halves of characters, which gateways send, no file stores."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(text.decode("utf-16-le", "replace"))
 
 
 def json_texts(text: str) -> list[str]:
@@ -779,16 +688,10 @@ def json_texts(text: str) -> list[str]:
     return found
 
 
-def calls_in_text(text: str, names: list[str]) -> list[Json]:
-    """Return the calls that a whole text consists of, if it does."""
-    calls = []
-    for value in map(json.loads, json_texts(text)):
-        written = value if isinstance(value, dict) else {}
-        arguments = written.get("arguments", written.get("parameters"))
-        if written.get("name") not in names or arguments is None:
-            return []
-        calls.append(new_call("", written["name"], as_json_text(arguments)))
-    return calls
+def is_call(value: Any, names: list[str]) -> bool:
+    """Return whether a model's JSON calls a tool by its name."""
+    given = value.keys() if isinstance(value, dict) else set()
+    return bool(given & {"arguments", "parameters"}) and value.get("name") in names
 
 
 def offered_name(name: str, names: list[str]) -> str:
@@ -813,12 +716,12 @@ def parse_arguments(text: str) -> Json | None:
 TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
 
 
-def with_extra(body: Json, extra: Json, own: Json | None = None) -> Json:
+def with_extra(body: Json, extra: Json, own: Json) -> Json:
     """Return a body with the settings' fields and, in their place, a client's own.
 
     A null in the settings removes the field of all three.
     """
-    body = body | extra | (own or {})
+    body = body | extra | own
     removed = [name for name, value in extra.items() if value is None]
     return {name: value for name, value in body.items() if name not in removed}
 
@@ -835,7 +738,6 @@ class Endpoint:
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.failure: Failure | None = None  # why the last listing failed
         self.list_next = 0.0  # the earliest time of the next listing (monotonic)
-        self.listing = asyncio.Lock()
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
@@ -844,32 +746,23 @@ class Endpoint:
             # A redirect would carry prompts elsewhere.
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
-        patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)
-        # For whole answers
+        patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)  # a whole answer
         self.slow_client = self.client.with_options(timeout=patient)
 
-    async def stream(
-        self, body: Json, reply: ReplyParser
-    ) -> AsyncGenerator[list[Part]]:
-        """Ask for a reply, and yield the parts of each chunk."""
-        with endpoint_errors():  # a chunk may have any shape
-            async with aclosing(self.chunks(body)) as chunks:
-                async for chunk in chunks:
-                    # Some gateways send `null` to keep the connection alive.
-                    yield [*reply.feed(chunk or {})]
-
-    async def chunks(self, body: Json) -> AsyncGenerator[Any, None]:
-        """Yield the chunks of a reply, or the whole reply if it is not streamed."""
+    async def stream(self, body: Json, receive: Callable[[Json], Any]) -> None:
+        """Hand over the chunks of a reply, or the reply if it is not streamed."""
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
         kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
         client = self.client if body.get("stream") else self.slow_client
-        opening = client.post("/chat/completions", body=body, stream=True, **kind)
-        async with await opening as sent:
-            if "json" in sent.response.headers.get("Content-Type", ""):
-                yield json.loads(await sent.response.aread())  # it is not streamed
-                return
-            async for chunk in sent:
-                yield chunk
+        with endpoint_errors():  # a chunk may have any shape
+            opening = client.post("/chat/completions", body=body, stream=True, **kind)
+            async with await opening as sent:
+                if "json" in sent.response.headers.get("Content-Type", ""):
+                    await receive(json.loads(await sent.response.aread()))
+                    return
+                async for chunk in sent:
+                    # Some gateways send `null` to keep the connection alive.
+                    await receive(chunk or {})
 
     async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
         """Return an answer that is not streamed."""
@@ -908,21 +801,21 @@ class Endpoint:
 
     async def list_models(self) -> None:
         """List the models and their contexts, at most every 10 seconds."""
-        async with self.listing:
-            if time.monotonic() < self.list_next:
-                return
-            try:
-                with endpoint_errors():
-                    found = self.client.models.list(timeout=2.0)
-                    sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
-                self.contexts = sizes
-                self.failure = None
-            except Failure as failure:
-                # Some servers have no list of models, and work.
-                works = self.configured_model and failure.upstream_status in (404, 405)
-                self.failure = None if works else failure
-            self.model = self.configured_model or next(iter(self.contexts), "")
-            self.list_next = time.monotonic() + (1 if self.failure else 10)
+        if time.monotonic() < self.list_next:
+            return
+        self.list_next = time.monotonic() + 10
+        try:
+            with endpoint_errors():
+                found = self.client.models.list(timeout=2.0)
+                sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
+            self.contexts = sizes
+            self.failure = None
+        except Failure as failure:
+            # Some servers have no list of models, and work.
+            works = self.configured_model and failure.upstream_status in (404, 405)
+            self.failure = None if works else failure
+            self.list_next -= 9
+        self.model = self.configured_model or next(iter(self.contexts), "")
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
@@ -958,8 +851,7 @@ def translate(error: openai.APIError) -> Failure:
         return Failure("upstream_timeout")
     if not isinstance(error, openai.APIStatusError):
         return Failure("upstream_unavailable", reason)
-    code = "upstream_rejected"
-    status = error.status_code
+    code, status = "upstream_rejected", error.status_code
     if status == 408:
         code = "upstream_timeout"
     elif status == 429 or status >= 500:  # also if it "took too long"
@@ -996,7 +888,10 @@ class Service:
         model = settings.chat_model or ("" if url else "gpt-4.1-mini")
         self.chat = Endpoint(url, key, model, settings.upstream_timeout)
         self.embedder = embedding_endpoint(settings)
-        self.reranker = rerank_endpoint(settings)
+        self.reranker = None
+        if url := settings.rerank_base_url:
+            key, model = settings.rerank_api_key, settings.rerank_model
+            self.reranker = Endpoint(url, key, model, settings.upstream_timeout)
         chat = self.chat if self.is_configured else None
         self.endpoints = [e for e in (chat, self.embedder, self.reranker) if e]
         self.memory = Memory(
@@ -1042,7 +937,7 @@ class Service:
         if len(self.running) >= self.settings.max_concurrent_turns:
             raise HTTPException(503, "Too many turns run.", {"Retry-After": "1"})
         run = AgentRun(self, request)
-        task = run.start()
+        run.events.task = task = asyncio.create_task(run.run())
         self.running.add(task)
         task.add_done_callback(self.running.discard)
         return run
@@ -1052,7 +947,6 @@ class Service:
         return self.settings.context_tokens or self.chat.contexts.get(model) or 8192
 
     def limits(self) -> memory.Limits:
-        """Return what the memory must know of its two models."""
         model = self.settings.memory_model or self.chat.model
         embedding_model = self.embedder.model if self.embedder else ""
         return memory.Limits(self.context(model), embedding_model)
@@ -1070,7 +964,7 @@ class Service:
         body["model"] = self.settings.memory_model or await self.chat.model_name()
         # Models of a large context refuse a quarter of it, for they write less.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
-        body = with_extra(body, self.settings.memory_extra_body)
+        body = with_extra(body, self.settings.memory_extra_body, {})
         try:
             completion = await self.chat.post("/chat/completions", body, is_slow=True)
         except Failure as failure:
@@ -1093,20 +987,12 @@ class Service:
 def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
+    # OpenAI has a default model for embeddings. Of one's own chat server, a model must
+    # be set; of a server for embeddings, the first is used.
     model = settings.embedding_model or ("" if url else "text-embedding-3-small")
-    # Without a server of their own, embeddings use the chat's: OpenAI has a default
-    # model for them; for one's own server a model must be set.
-    is_configured = bool(settings.openai_base_url or settings.openai_api_key)
-    if settings.embedding_base_url or (is_configured and model):
+    if settings.embedding_base_url or (model and (url or key)):
         return Endpoint(url, key, model, settings.upstream_timeout)
     return None
-
-
-def rerank_endpoint(settings: Settings) -> Endpoint | None:
-    url, key = settings.rerank_base_url, settings.rerank_api_key
-    if not url:
-        return None
-    return Endpoint(url, key, settings.rerank_model, settings.upstream_timeout)
 
 
 # --- /chat and the user's data ---
@@ -1146,9 +1032,8 @@ async def health(service: TheService) -> Json:
         await chat.list_models()
         works = bool(chat.model) and not chat.failure
         model = chat.model if works else "unreachable"
-    works = works and not memories.degraded
     return {
-        "status": "ok" if works else "degraded",
+        "status": "ok" if works and not memories.degraded else "degraded",
         "model": model,
         "degraded": memories.degraded,
         "pending": memories.pending,
@@ -1170,13 +1055,8 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line. /chat has no `passed_on`; a refusal is a token."""
-    if event["type"] == "passed_on":
-        refusal = event["choice"]["delta"].get("refusal")
-        event = {"type": "token", "round": event["round"], "text": refusal}
-        if not refusal:
-            return b""
-    return f"{to_json(event)}\n".encode()
+    """Return an event's line, but none of `passed_on`, which is for /v1."""
+    return b"" if event["type"] == "passed_on" else f"{to_json(event)}\n".encode()
 
 
 @router.get("/users/{user_id}/memories")
@@ -1254,10 +1134,9 @@ async def completions(
     return LateStartResponse(content, 200, STREAM_HEADERS, kind)
 
 
-def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
+def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnRequest:
     """Return the turn that is asked for. Without a user, it has no session."""
-    sent = [message.model_dump(exclude_unset=True) for message in body.messages]
-    history = mended_json(sent)
+    history = mended(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:
@@ -1278,7 +1157,7 @@ def turn_request(body: CompletionRequest, headers: Headers) -> TurnRequest:
     return asked
 
 
-def user_of(body: CompletionRequest, headers: Headers) -> str:
+def user_of(body: CompletionRequest, headers: Mapping[str, str]) -> str:
     """Return the user's name in X-User-Id or `user`, or an empty one."""
     try:
         sent = headers.get("X-User-Id", "").encode("latin-1").decode().strip()
@@ -1300,47 +1179,41 @@ class CompletionWriter:
 
     def encode(self, event: Json) -> bytes:
         """Return an event's bytes, or raise a Failure if nothing was sent before it."""
-        choice: Json = {}
         match event["type"]:
-            case "error":
-                failure = self.run.events.failure
-                assert failure
-                if not self.begun:
-                    raise failure
-                return sse_event(openai_error(failure))
-            case "done":
-                reason = event["finish_reason"].replace("max_rounds", "stop")
-                write = self.last_chunks if self.body.stream else self.completion
-                return write(reason, event["usage"])
             case "token":
-                choice = {"delta": {"content": event["text"]}}
+                return self.chunk({"delta": {"content": event["text"]}})
             case "thought":  # a stream cannot take text back, so a blank line follows
-                choice = {"delta": {"content": "\n\n"}}
+                return self.chunk({"delta": {"content": "\n\n"}})
             case "ping":
-                choice = {"delta": {"content": ""}}
+                return self.chunk({"delta": {"content": ""}})
             case "passed_on":
-                choice = event["choice"]
-        return self.chunk(choice) if self.body.stream and choice else b""
+                return self.chunk(event["choice"])
+            case "done":
+                return self.end(event["finish_reason"], event["usage"])
+            case "error":
+                if not self.begun:
+                    raise self.run.events.failure
+                return sse_event(openai_error(self.run.events.failure))
+        return b""
 
-    def completion(self, finish_reason: str, usage: Json | None) -> bytes:
+    def end(self, finish_reason: str, usage: Json | None) -> bytes:
+        """Return the whole completion, or the chunks behind its text."""
         reply, calls = self.run.reply, self.run.client_calls
-        message = {"role": "assistant", "content": reply.text or None}
-        message |= reply.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
-        if message.get("refusal"):  # which is the text
-            message["content"] = None
-        choice = {"index": 0, "finish_reason": finish_reason, "message": message}
-        choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}
-        return to_json(self.result([choice], usage=usage)).encode()
-
-    def last_chunks(self, finish_reason: str, usage: Json | None) -> bytes:
-        calls = [{"index": n} | call for n, call in enumerate(self.run.client_calls)]
-        delta = {"tool_calls": calls} if calls else {}
-        last = self.chunk({"delta": delta, "finish_reason": finish_reason})
+        choice: Json = {"finish_reason": finish_reason.replace("max_rounds", "stop")}
+        if not self.body.stream:
+            choice |= {"index": 0, "message": reply.message(calls)}
+            choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}
+            return to_json(self.result([choice], usage=usage)).encode()
+        calls = [{"index": n} | call for n, call in enumerate(calls)]
+        choice["delta"] = {"tool_calls": calls} if calls else {}
+        last = self.chunk(choice)
         if (self.body.stream_options or {}).get("include_usage"):
             last += sse_event(self.result([], usage=usage))
         return last + b"data: [DONE]\n\n"
 
     def chunk(self, fields: Json) -> bytes:
+        if not self.body.stream:
+            return b""
         choice: Json = {"index": 0, "finish_reason": None} | fields
         if not self.begun:
             choice["delta"] = {"role": "assistant", "content": ""} | choice["delta"]
@@ -1361,11 +1234,10 @@ class LateStartResponse(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}
-        started = False
         async for content in self.body_iterator:
-            if not started:
+            if start:
                 await send({"type": "http.response.start"} | start)
-                started = True
+                start = {}
             part = {"type": "http.response.body", "body": content}
             await send(part | {"more_body": True})
         await send({"type": "http.response.body"})
@@ -1393,7 +1265,7 @@ class KeyCheck:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         scope = {**scope, "path": mended_path(scope["path"])}
-        sent = Headers(scope=scope).get("Authorization", "").encode("latin-1")
+        sent = Request(scope).headers.get("Authorization", "").encode("latin-1")
         scheme, _, token = sent.partition(b" ")
         has_key = hmac.compare_digest(token.strip(), self.key)
         needs_key = self.key and scope["path"] not in PUBLIC
@@ -1456,12 +1328,11 @@ def create_app(settings: Settings) -> FastAPI:
         app.add_exception_handler(kind, on_error)
     # The middleware that is added last is called first.
     if not settings.api_key:
-        hosts = list(settings.allowed_hosts)
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(KeyCheck, key=settings.api_key)
     if origins := settings.cors_origins:
-        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, allow_origins=origins, **every)
+        every = ["*"]  # method and header
+        app.add_middleware(CORSMiddleware, origins, every, every)
     return app
 
 
