@@ -345,8 +345,10 @@ class AgentRun:
 
     async def prompt(self, turn: memory.Turn | None, hints: Hints) -> list[Message]:
         """Return the first messages. They leave a quarter of the context free."""
-        self.body["model"] = model = await self.service.chat.model_name()
-        limit = self.service.context(model) * 3 // 4
+        chat = self.service.chat
+        if not chat.contexts:  # the endpoint may have started after us
+            await chat.list_models()
+        limit = self.service.context(chat.model) * 3 // 4
         limit -= memory.count_tokens(json.dumps(self.body | self.request.options))
         if not turn or self.request.history:
             block = hints.block() if turn else ""
@@ -385,7 +387,9 @@ class AgentRun:
         """Ask the model once. Append its tool calls to the messages and return them."""
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
-        body = self.body | ({"tool_choice": choice} if choice else {})
+        body = self.body | {"model": await chat.model_name()}
+        if choice:
+            body["tool_choice"] = choice
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
         self.reply = reply = ReplyParser(body.get("tools") or [])
@@ -738,6 +742,7 @@ class Endpoint:
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.failure: Failure | None = None  # why the last listing failed
         self.list_next = 0.0  # the earliest time of the next listing (monotonic)
+        self.listing = asyncio.Lock()
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
@@ -801,21 +806,21 @@ class Endpoint:
 
     async def list_models(self) -> None:
         """List the models and their contexts, at most every 10 seconds."""
-        if time.monotonic() < self.list_next:
-            return
-        self.list_next = time.monotonic() + 10
-        try:
-            with endpoint_errors():
-                found = self.client.models.list(timeout=2.0)
-                sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
-            self.contexts = sizes
-            self.failure = None
-        except Failure as failure:
-            # Some servers have no list of models, and work.
-            works = self.configured_model and failure.upstream_status in (404, 405)
-            self.failure = None if works else failure
-            self.list_next -= 9
-        self.model = self.configured_model or next(iter(self.contexts), "")
+        async with self.listing:
+            if time.monotonic() < self.list_next:
+                return
+            try:
+                with endpoint_errors():
+                    found = self.client.models.list(timeout=2.0)
+                    sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
+                self.contexts = sizes
+                self.failure = None
+            except Failure as failure:
+                # Some servers have no list of models, and work.
+                works = self.configured_model and failure.upstream_status in (404, 405)
+                self.failure = None if works else failure
+            self.model = self.configured_model or next(iter(self.contexts), "")
+            self.list_next = time.monotonic() + (1 if self.failure else 10)
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
