@@ -327,8 +327,9 @@ class AgentRun:
             self.offer_tools(turn)
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
-        told = {"facts": hints.rows(), "pending": pending, "degraded": hints.degraded}
-        await self.events.emit("memory", **told)
+        await self.events.emit(
+            "memory", facts=hints.rows(), pending=pending, degraded=hints.degraded
+        )
         if client_has_tools:
             self.client_calls = await self.ask_model(None)
         else:
@@ -482,10 +483,10 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
 
     Drop hints first, then the oldest messages, but no system or last user message.
     """
-    ours = ("system", "developer")
-    own = [text_of(message) for message in history if message["role"] in ours]
-    prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *own]))]
-    rest = [message for message in history if message["role"] not in ours]
+    system = ("system", "developer")
+    rules = [text_of(message) for message in history if message["role"] in system]
+    prompt = [memory.as_message("system", "\n\n".join([SYSTEM, *rules]))]
+    rest = [message for message in history if message["role"] not in system]
     users = (n for n, message in enumerate(rest) if message["role"] == "user")
     last = max(users, default=0)
     excess = tokens_in(prompt + rest) - limit
@@ -555,11 +556,11 @@ class ReplyParser:
         self.usage = chunk.get("usage") or self.usage
         reason = choice.get("finish_reason") or ("stop" if message else "")
         self.finish_reason = reason or self.finish_reason
-        more = unknown_fields(choice) | {"delta": unknown_fields(delta)}
-        if more != {"delta": {}}:
-            add_fields(self.passed_on, more)
-            self.text += mended(str(more["delta"].get("refusal", "")))
-            yield "passed_on", more
+        unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
+        if unknown != {"delta": {}}:
+            add_fields(self.passed_on, unknown)
+            self.text += mended(str(unknown["delta"].get("refusal", "")))
+            yield "passed_on", unknown
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
             yield "thinking", mended(reasoning)
@@ -605,15 +606,16 @@ class ReplyParser:
                 self.add_piece({"function": function})
             if written:
                 yield from self.take_back()
-        calls = [call for begun in self.calls for call in self.whole_calls(begun)]
+        calls = [whole for call in self.calls for whole in self.whole_calls(call)]
         self.calls, self.passed_on = mended([calls, self.passed_on])
 
-    def whole_calls(self, begun: Json) -> list[Json]:
-        """Return a call from its pieces, or two if a server joined their arguments."""
-        call = {"id": begun["id"], "type": "function"} | begun["more"]
-        name = offered_name(begun["name"], self.names)
-        texts = json_texts(begun["arguments"]) or [begun["arguments"] or "{}"]
-        return [call | {"function": {"name": name, "arguments": t}} for t in texts]
+    def whole_calls(self, call: Json) -> list[Json]:
+        """Return a call as the API has it, or two if a server joined their arguments."""
+        whole = {"id": call["id"], "type": "function"} | call["unknown"]
+        name = offered_name(call["name"], self.names)
+        texts = json_texts(call["arguments"]) or [call["arguments"] or "{}"]
+        functions = [{"name": name, "arguments": text} for text in texts]
+        return [whole | {"function": function} for function in functions]
 
     def message(self, calls: list[Json]) -> Message:
         """Return the whole reply as a message."""
@@ -630,26 +632,32 @@ class ReplyParser:
         none if it has both. The last candidate is continued, unless the piece has a
         name and differs from it in index, id or name.
         """
-        given = piece | (piece.get("function") or {})
-        names = {key: given.get(key) for key in ("index", "id", "name")}
-        begun = {k: "" if v is None else str(v).strip() for k, v in names.items()}
-        found = [] if begun["index"] and begun["id"] else self.calls
+        fields = piece | (piece.get("function") or {})
+        given = {"index": "", "id": "", "name": ""}
+        for key in given:
+            if fields.get(key) is not None:
+                given[key] = str(fields[key]).strip()
+        candidates = [] if given["index"] and given["id"] else self.calls
         for key in ("id", "index"):
-            same = [c for c in self.calls if begun[key] and c[key] == begun[key]]
-            found = same or found
-        call = found[-1] if found else {}
-        differs = any(call.get(k) and begun[k] not in ("", call[k]) for k in begun)
-        if not call or (begun["name"] and differs):
-            call = begun | {"arguments": "", "more": {}}
+            if given[key]:
+                same = [call for call in self.calls if call[key] == given[key]]
+                candidates = same or candidates
+        call = candidates[-1] if candidates else {}
+        differs = any(
+            call.get(key) and value not in ("", call[key])
+            for key, value in given.items()
+        )
+        if not call or (given["name"] and differs):
+            call = given | {"arguments": "", "unknown": {}}
             self.calls.append(call)
-        call |= {key: call[key] or begun[key] for key in begun}
-        arguments = given.get("arguments") or given.get("parameters") or ""
+        call |= {key: call[key] or value for key, value in given.items()}
+        arguments = fields.get("arguments") or fields.get("parameters") or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         if arguments != call["arguments"]:  # else the server sends them again
             call["arguments"] += arguments
         # Gemini requires its `extra_content` back.
-        call["more"] |= unknown_fields(piece)
+        call["unknown"] |= unknown_fields(piece)
 
 
 def unknown_fields(row: Json) -> Json:
@@ -681,28 +689,29 @@ def mended(value: Any) -> Any:
 
 def json_texts(text: str) -> list[str]:
     """Split a text into its JSON values. A text that is no JSON has none."""
-    found = []
+    values = []
     try:
         while text := AROUND_CALLS.sub("", text, 1):
             end = json.JSONDecoder().raw_decode(text)[1]
-            found.append(text[:end])
+            values.append(text[:end])
             text = text[end:]
     except (ValueError, RecursionError):
         return []
-    return found
+    return values
 
 
 def is_call(value: Any, names: list[str]) -> bool:
-    """Return whether a model's JSON calls a tool by its name."""
-    given = value.keys() if isinstance(value, dict) else set()
-    return bool(given & {"arguments", "parameters"}) and value.get("name") in names
+    """Tell whether a model's JSON calls a tool by its name."""
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return False
+    return "arguments" in value or "parameters" in value
 
 
 def offered_name(name: str, names: list[str]) -> str:
     """Return a tool's name without the ornaments that models put around it."""
     words = re.findall(r"[\w-]+", name.lower())
-    found = [tool for tool in names if tool.lower() in words]
-    return found[0] if name not in names and len(found) == 1 else name
+    named = [tool for tool in names if tool.lower() in words]
+    return named[0] if name not in names and len(named) == 1 else name
 
 
 def parse_arguments(text: str) -> Json | None:
@@ -791,8 +800,8 @@ class Endpoint:
                 raise RequestRefused from failure
             raise
         # Gemini leaves out an index of 0.
-        sent = {row.get("index", n): row["embedding"] for n, row in enumerate(rows)}
-        vectors = [sent[n] for n in range(len(rows))]
+        by_index = {row.get("index", n): row["embedding"] for n, row in enumerate(rows)}
+        vectors = [by_index[n] for n in range(len(rows))]
         if all(isinstance(vector, str) for vector in vectors):
             return [np.frombuffer(base64.b64decode(v), "<f4") for v in vectors]
         return vectors  # of a server that does not know base64
@@ -811,8 +820,8 @@ class Endpoint:
                 return
             try:
                 with endpoint_errors():
-                    found = self.client.models.list(timeout=2.0)
-                    sizes = {m.id: getattr(m, "max_model_len", 0) async for m in found}
+                    models = self.client.models.list(timeout=2.0)
+                    sizes = {m.id: getattr(m, "max_model_len", 0) async for m in models}
                 self.contexts = sizes
                 self.failure = None
             except Failure as failure:
@@ -1093,8 +1102,9 @@ async def list_sessions(user: TheUser) -> Json:
 
 @router.get("/users/{user_id}/sessions/{session_id}")
 async def read_session(user: TheUser, session_id: UUID) -> Json:
-    found = await user.read_session(str(session_id))
-    return {"session_id": session_id, "summary": found.summary, "turns": found.turns}
+    session = await user.read_session(str(session_id))
+    about = {"session_id": session_id, "summary": session.summary}
+    return about | {"turns": session.turns}
 
 
 @router.delete("/users/{user_id}/sessions/{session_id}", status_code=204)

@@ -476,9 +476,9 @@ class Turn:
         profile = fit_budget(profile, budget // 2)
         ids = {fact["id"] for fact in profile}
         k = settings.hint_k + len(profile)
-        found, degraded = await self.memory.search(self.user, message, k)
-        more = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
-        return Hints(fit_budget(profile + more, budget), just_said, degraded)
+        facts, degraded = await self.memory.search(self.user, message, k)
+        others = [fact for fact in facts if fact["id"] not in ids][: settings.hint_k]
+        return Hints(fit_budget(profile + others, budget), just_said, degraded)
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
@@ -583,9 +583,9 @@ class Turn:
             async with asyncio.timeout(10):
                 await self.memory.embed_missing(self.user, TURN_VECTORS)
         vector = await self.memory.query_vector(query)
-        found = await self.user.search_turns(query, vector, max(1, min(k, 10)))
+        exchanges = await self.user.search_turns(query, vector, max(1, min(k, 10)))
         text = ""
-        for session_id, rows in found:
+        for session_id, rows in exchanges:
             text += f"Conversation {session_id}:\n"
             for row in rows:
                 day = local_time(row["ended_at"])[:10]
@@ -698,7 +698,7 @@ class Learner:
         batch = self.next_batch(unlearned)
         try:
             operations = await self.ask_operations(user, record, batch)
-            _, unlearned = await user.apply(operations, batch, self.settings.max_facts)
+            unlearned = await user.apply(operations, batch, self.settings.max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -707,7 +707,7 @@ class Learner:
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update(turn["source"] for turn in batch)
             if self.failures[first] >= 3:
-                _, unlearned = await user.apply([], batch, self.settings.max_facts)
+                unlearned = await user.apply([], batch, self.settings.max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
         self.pending[folder] = len(unlearned)
@@ -945,9 +945,9 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
             response = ""
         at = local_time(row["ended_at"])
         turns.append({"at": at, "query": query, "response": response})
-    known = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
+    shown = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
     today = turns[-1]["at"][:10]
-    return as_message("user", {"today": today, "facts": known, "turns": turns})
+    return as_message("user", {"today": today, "facts": shown, "turns": turns})
 
 
 @functools.lru_cache(maxsize=16)
@@ -1029,9 +1029,10 @@ def check_operations(
     passed = [operation for operation in checked if isinstance(operation, Operation)]
     # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
-    passed.sort(key=lambda one: (one.op == "add", one.at, one.op != "delete"))
+    passed.sort(key=lambda operation: (operation.at, operation.op != "delete"))
     last = {operation.id or n: operation for n, operation in enumerate(passed)}
-    return [*last.values()], dropped
+    # Changes first, because a fact that is added may be the one that was deleted.
+    return sorted(last.values(), key=lambda operation: operation.op == "add"), dropped
 
 
 def check_operation(
@@ -1502,10 +1503,10 @@ def alike(word: str, other: str) -> bool:
 @functools.lru_cache(maxsize=64)  # a query is compared with several facts
 def word_set(text: str) -> frozenset[str]:
     """Return the content words of a text without accents; of Chinese its letters."""
-    found: set[str] = set()
+    words: set[str] = set()
     for word in content_words(cut_middle(text, MAX_READ), STOP):
-        found.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
-    return frozenset(found.difference(STOP_LETTERS))
+        words.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
+    return frozenset(words.difference(STOP_LETTERS))
 
 
 def script(text: str) -> str:
@@ -1566,9 +1567,9 @@ def one_line(text: Any) -> str:
     """Return a text as one line, without invisible characters and hint marks."""
     text = unicodedata.normalize("NFC", text) if isinstance(text, str) else ""
     # ZWNJ and ZWJ spell Persian and Hindi and join emoji. Others hide or reorder text.
-    seen = (c if c.isprintable() or c in "\u200c\u200d" else " " for c in text)
+    visible = (c if c.isprintable() or c in "\u200c\u200d" else " " for c in text)
     # A mark is replaced, because without it the rest could form a mark again.
-    return " ".join(HINT_MARKS.sub("…", "".join(seen)).split())
+    return " ".join(HINT_MARKS.sub("…", "".join(visible)).split())
 
 
 # --- One user's files ---
@@ -1655,8 +1656,8 @@ class UserFiles:
         if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
-        own = {name: copy.copy(value) for name, value in vars(record).items()}
-        return UserRecord(**own)
+        copies = {name: copy.copy(value) for name, value in vars(record).items()}
+        return UserRecord(**copies)
 
     def write(self, record: UserRecord) -> None:
         replace_file(self.folder / "memory.json", pydantic_core.to_json(vars(record)))
@@ -1675,15 +1676,16 @@ class UserFiles:
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
         """Return the turns that wait to be learned, oldest first."""
-        found: UnlearnedTurns = []
+        unlearned: UnlearnedTurns = []
         for marker in self.folder.glob("*.unlearned"):
             id = marker.stem
             turns = self.transcript(id).turns[record.learned.get(id, 0) :]
             for row in turns:
-                found.append({**row, "session_id": id, "source": f"{id}/{row['turn']}"})
+                place = {"session_id": id, "source": f"{id}/{row['turn']}"}
+                unlearned.append({**row, **place})
             if not turns:
                 marker.unlink()
-        return sorted(found, key=lambda turn: turn["ended_at"])
+        return sorted(unlearned, key=lambda turn: turn["ended_at"])
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
@@ -1795,8 +1797,8 @@ class User(UserFiles):
         batch: UnlearnedTurns,
         max_facts: int,
         record_id: str = "",
-    ) -> tuple[UserRecord, UnlearnedTurns]:
-        """In one write, change facts and mark turns as learned. Return like `read`.
+    ) -> UnlearnedTurns:
+        """In one write, change facts and mark turns as learned. Return what waits then.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
@@ -1806,7 +1808,7 @@ class User(UserFiles):
         ids = {operation.id for operation in operations} - {""}
         is_late = any(turn not in unlearned for turn in batch)
         if is_late or not ids <= record.facts.keys():
-            return record, unlearned
+            return unlearned
         store = FactStore(record)
         for operation in operations:
             store.apply(operation)
@@ -1814,7 +1816,7 @@ class User(UserFiles):
             record.learned[turn["session_id"]] = turn["turn"]
         store.evict(max_facts)
         self.write(record)
-        return record, self.unlearned_turns(record)
+        return self.unlearned_turns(record)
 
     @locked
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
@@ -1892,7 +1894,7 @@ class User(UserFiles):
     def missing_vectors(self, vector_file: str) -> dict[int, str]:
         """Return the texts without a vector, by the vector's id."""
         vectors, entries = self.vectors(vector_file), self.entries(vector_file)
-        return {id: one.text for id, one in entries.items() if id not in vectors}
+        return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
     add_vectors = locked(UserFiles.write_vectors)
 
