@@ -610,7 +610,7 @@ class ReplyParser:
         self.calls, self.passed_on = mended([calls, self.passed_on])
 
     def whole_calls(self, call: Json) -> list[Json]:
-        """Return a call as the API has it, or two if a server joined their arguments."""
+        """Return a call as the API has it, or two if their arguments were joined."""
         whole = {"id": call["id"], "type": "function"} | call["unknown"]
         name = offered_name(call["name"], self.names)
         texts = json_texts(call["arguments"]) or [call["arguments"] or "{}"]

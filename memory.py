@@ -768,9 +768,10 @@ class Learner:
         """Return what becomes of a change of a fact. An empty list drops it.
 
         A clear change passes. For any other, the model says what is still true of the
-        fact. If nothing is, the change passes. If a rest is, the fact becomes it. Else
-        the fact stays, unless a delete shares a word with it. If a fact stays or becomes
-        a rest, an update's text is added as a new fact, unless it is invented.
+        fact. If nothing is, the change passes. If a rest is true, the fact becomes it.
+        Else the fact stays, but a delete whose query shares a word with it passes. If
+        the fact stays or becomes a rest, the text of an update is added, unless it is
+        invented.
         """
         if not fact or is_clear(operation, fact["text"]):
             return [operation]
