@@ -601,11 +601,11 @@ class ReplyParser:
             self.finish_reason = "stop"  # servers say so without calls, and with them
         yield from self.parts_of_text(self.held, is_last=True)
         written = [json.loads(text) for text in json_texts(self.text)]
-        if not self.calls and all(is_call(value, self.names) for value in written):
+        are_calls = all(is_call(value, self.names) for value in written)
+        if written and are_calls and not self.calls:
+            yield from self.take_back()
             for function in written:
                 self.add_piece({"function": function})
-            if written:
-                yield from self.take_back()
         calls = [whole for call in self.calls for whole in self.whole_calls(call)]
         self.calls, self.passed_on = mended([calls, self.passed_on])
 
