@@ -325,6 +325,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
+        # Before the event, because hints that do not fit are removed.
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         await self.events.emit(
@@ -366,17 +367,17 @@ class AgentRun:
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
         max_rounds, done = self.service.settings.max_rounds, self.done
-        choice: Any = PLAN_CALL if self.request.reasoning_mode else None
+        tool_choice: Any = PLAN_CALL if self.request.reasoning_mode else None
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
-                choice = "none"
-            if calls := await self.ask_model(choice):
+                tool_choice = "none"
+            if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
-                choice = None
+                tool_choice = None
             elif self.reply.text or done["finish_reason"] != "stop":
                 break
-            elif choice != "none":  # an empty reply: ask once more without tools
-                choice = "none"
+            elif tool_choice != "none":  # an empty reply: ask once more without tools
+                tool_choice = "none"
             else:
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
@@ -384,13 +385,13 @@ class AgentRun:
         if number == max_rounds > 1 and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
-    async def ask_model(self, choice: Any) -> list[Json]:
+    async def ask_model(self, tool_choice: Any) -> list[Json]:
         """Ask the model once. Append its tool calls to the messages and return them."""
         done, chat = self.done, self.service.chat
         done["rounds"] += 1
         body = self.body | {"model": await chat.model_name()}
-        if choice:
-            body["tool_choice"] = choice
+        if tool_choice:
+            body["tool_choice"] = tool_choice
         extra = self.service.settings.chat_extra_body
         body = with_extra(body, extra, self.request.options)
         self.reply = reply = ReplyParser(body.get("tools") or [])
@@ -402,9 +403,10 @@ class AgentRun:
         await self.emit_parts(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
         done["finish_reason"] = reply.finish_reason
-        if not reply.calls or choice == "none":
+        if not reply.calls or tool_choice == "none":
             return []
-        done["finish_reason"] = "tool_calls"
+        if reply.finish_reason == "stop":
+            done["finish_reason"] = "tool_calls"
         renew_ids(reply.calls, self.body["messages"])
         # With all its fields, because DeepSeek and Kimi require their reasoning back.
         self.body["messages"].append(reply.message(reply.calls))
@@ -628,9 +630,10 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one.
 
-        Candidates are the calls with its index; else those with its id; else all, but
-        none if it has both. The last candidate is continued, unless the piece has a
-        name and differs from it in index, id or name.
+        A piece continues the last call of the same index; if there is none, the last
+        of the same id; if there is none and it lacks an index or an id, the last call
+        of all. A piece with a name begins another call if its index, id or name is not
+        that call's.
         """
         fields = piece | (piece.get("function") or {})
         given = {"index": "", "id": "", "name": ""}
@@ -766,10 +769,10 @@ class Endpoint:
     async def stream(self, body: Json, receive: Callable[[Json], Any]) -> None:
         """Hand over the chunks of a reply, or the reply if it is not streamed."""
         # As dicts, because openai's typed chunks cost 6 ms more of CPU per answer.
-        kind: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
+        raw: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
         client = self.client if body.get("stream") else self.slow_client
         with endpoint_errors():  # a chunk may have any shape
-            opening = client.post("/chat/completions", body=body, stream=True, **kind)
+            opening = client.post("/chat/completions", body=body, stream=True, **raw)
             async with await opening as sent:
                 if "json" in sent.response.headers.get("Content-Type", ""):
                     await receive(json.loads(await sent.response.aread()))
@@ -899,7 +902,7 @@ class Service:
         self.running: set[asyncio.Task[None]] = set()
         url, key = settings.openai_base_url, settings.openai_api_key
         self.is_configured = bool(url or key)
-        model = settings.chat_model or ("" if url else "gpt-4.1-mini")
+        model = settings.chat_model or ("gpt-4.1-mini" if is_openai(url) else "")
         self.chat = Endpoint(url, key, model, settings.upstream_timeout)
         self.embedder = embedding_endpoint(settings)
         self.reranker = None
@@ -998,12 +1001,17 @@ class Service:
         return mended(text_of(message) or thought or "")
 
 
+def is_openai(url: HttpUrl | None) -> bool:
+    return url is None or url.host == "api.openai.com"
+
+
 def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
     # OpenAI has a default model for embeddings. Of one's own chat server, a model must
     # be set; of a server for embeddings, the first is used.
-    model = settings.embedding_model or ("" if url else "text-embedding-3-small")
+    default = "text-embedding-3-small" if is_openai(url) else ""
+    model = settings.embedding_model or default
     if settings.embedding_base_url or (model and (url or key)):
         return Endpoint(url, key, model, settings.upstream_timeout)
     return None
@@ -1059,18 +1067,23 @@ async def health(service: TheService) -> Json:
 @router.post("/chat")
 async def chat(request: Request, body: ChatRequest, service: TheService) -> Response:
     """Answer a message, streamed as one JSON object a line."""
-    asked = TurnRequest(body.message, reasoning_mode=bool(body.reasoning_mode))
+    turn = TurnRequest(body.message, reasoning_mode=bool(body.reasoning_mode))
     if memory_is_on(request.headers):
-        asked.user_id, asked.session_id = body.user_id, str(body.session_id)
+        turn.user_id, turn.session_id = body.user_id, str(body.session_id)
     else:
-        asked.history = [memory.as_message("user", body.message)]
-    lines = service.begin(asked).events.read(encode_line)
+        turn.history = [memory.as_message("user", body.message)]
+    lines = service.begin(turn).events.read(encode_line)
     return StreamingResponse(lines, 200, STREAM_HEADERS, "application/x-ndjson")
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line, but none of `passed_on`, which is for /v1."""
-    return b"" if event["type"] == "passed_on" else f"{to_json(event)}\n".encode()
+    """Return an event's line. /chat has no `passed_on`, but a refusal is a token."""
+    if event["type"] == "passed_on":
+        refusal = event["choice"]["delta"].get("refusal")
+        if not refusal:
+            return b""
+        event = {"type": "token", "round": event["round"], "text": refusal}
+    return f"{to_json(event)}\n".encode()
 
 
 @router.get("/users/{user_id}/memories")
@@ -1145,8 +1158,8 @@ async def completions(
         raise HTTPException(400, "Send `tools`, not `functions`, and `n` as 1.")
     run = service.begin(turn_request(body, request.headers))
     content = run.events.read(CompletionWriter(run, body).encode)
-    kind = "text/event-stream" if body.stream else "application/json"
-    return LateStartResponse(content, 200, STREAM_HEADERS, kind)
+    media_type = "text/event-stream" if body.stream else "application/json"
+    return LateStartResponse(content, 200, STREAM_HEADERS, media_type)
 
 
 def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnRequest:
@@ -1158,18 +1171,18 @@ def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnReq
         options["tools"] = body.tools
     else:
         options.pop("tool_choice", None)
-    asked = TurnRequest(queries[-1], history=history, options=options)
+    turn = TurnRequest(queries[-1], history=history, options=options)
     user_id = user_of(body, headers)
-    if user_id and asked.query and body.store is not False and memory_is_on(headers):
-        given = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
-        session = mended(str(given or "")).strip()
-        asked.user_id = user_id
+    if user_id and turn.query and body.store is not False and memory_is_on(headers):
+        session = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
+        session = mended(str(session or "")).strip()
+        turn.user_id = user_id
         try:
-            asked.session_id = str(UUID(session))
+            turn.session_id = str(UUID(session))
         except ValueError:
             seed = f"{user_id}\n{session or queries[0]}"
-            asked.session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
-    return asked
+            turn.session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, seed))
+    return turn
 
 
 def user_of(body: CompletionRequest, headers: Mapping[str, str]) -> str:
@@ -1188,8 +1201,8 @@ class CompletionWriter:
     def __init__(self, run: AgentRun, body: CompletionRequest):
         self.run, self.body = run, body
         self.begun = False
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
+        name = "chat.completion.chunk" if body.stream else "chat.completion"
+        self.head: Json = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": name}
         self.head["created"] = int(time.time())
 
     def encode(self, event: Json) -> bytes:
@@ -1259,9 +1272,9 @@ class LateStartResponse(StreamingResponse):
 
 
 def openai_error(error: HTTPException) -> Json:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    type = "server_error" if error.status_code >= 500 else "invalid_request_error"
     code = getattr(error, "code", None)
-    fields = {"message": error.detail, "type": kind, "param": None, "code": code}
+    fields = {"message": error.detail, "type": type, "param": None, "code": code}
     return {"error": fields}
 
 
@@ -1339,8 +1352,8 @@ def create_app(settings: Settings) -> FastAPI:
     # Else DELETE /users/ann/memories/, without an id, would be "delete all".
     app.router.redirect_slashes = False
     app.include_router(router)
-    for kind in (RequestValidationError, HTTPException, NotFound, OSError, Exception):
-        app.add_exception_handler(kind, on_error)
+    for error in (RequestValidationError, HTTPException, NotFound, OSError, Exception):
+        app.add_exception_handler(error, on_error)
     # The middleware that is added last is called first.
     if not settings.api_key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)

@@ -205,7 +205,8 @@ EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
 class Memory:
     """The memories of all users, in one folder.
 
-    Opening it sets MEM0_DIR and MEM0_TELEMETRY in the environment, which Mem0 reads.
+    Opening it changes the process: MEM0_DIR and MEM0_TELEMETRY in the environment, the
+    level of Mem0's log (WARNING), and Mem0's use of spaCy (off).
 
     Args:
         folder: Made if it does not exist. Open it only once per process, because the
@@ -341,12 +342,14 @@ class Memory:
         missing = await user.missing_vectors(vector_file) if self.embed else {}
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
+            done = False
             with self.optional("embeddings"):
                 vectors = await self.embed_documents(texts)
                 with self.optional("storage"):
                     await user.add_vectors(vector_file, vectors)
-                    continue
-            return  # the endpoint or the disk failed
+                    done = True
+            if not done:  # `optional` has logged why
+                return
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
         """Return the vectors of texts; none if one of them is refused, even cut."""
@@ -494,6 +497,7 @@ class Turn:
         What changes comes last, so that a server can reuse its cache for the rest. If
         the prompt is too long, these go in this order: the oldest turns, in blocks,
         until two are left; hints, lowest score first; the summary; the last two turns.
+        The hints that go are removed from `hints`, which then says what is shown.
 
         Raises:
             ValueError: The message alone does not fit.
@@ -572,9 +576,10 @@ class Turn:
             if not rule and not any_alike(word_set(text), said):
                 rule = "the user did not say it"
             verdicts.append({"item": text, "accepted": not rule, "reason": rule})
-        kept = [add._replace(text=row["item"]) for row in verdicts if row["accepted"]]
+        accepted = [row["item"] for row in verdicts if row["accepted"]]
+        operations = [add._replace(text=text) for text in accepted]
         max_facts = self.memory.settings.max_facts
-        await self.user.apply(kept, [], max_facts, self.record.id)
+        await self.user.apply(operations, [], max_facts, self.record.id)
         return verdicts
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
@@ -604,10 +609,10 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# A request may take 3/4 of the context; the rest is for the answer. We estimate 3 bytes
-# a token, but JSON in vLLM has 2.6, so 3/4 is reached at an estimate of 0.65.
+# Part of the context that a request may take by our estimate of 3 bytes a token. JSON
+# has 2.6 in vLLM, so an estimate of 5/8 is really about 3/4. The rest is the answer's.
 REQUEST_SHARE = 5 / 8
-EXAMPLES_SHARE = 5 / 9  # of the request: in a context of 8,192 tokens, all fit
+EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 
 
 class Learner:
@@ -726,12 +731,11 @@ class Learner:
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
-        # Each failure halves two budgets: that of the examples, and that of the facts
-        # and turns together.
-        part = 2 ** self.failures[batch[0]["source"]]
+        # Each failure halves the budget of the examples, and that of facts and turns.
+        divisor = 2 ** self.failures[batch[0]["source"]]
         room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
-        prompt = learning_prompt(int(room * EXAMPLES_SHARE) // part)
-        budget = (room - prompt_tokens(prompt)) // part
+        prompt = learning_prompt(int(room * EXAMPLES_SHARE) // divisor)
+        budget = (room - prompt_tokens(prompt)) // divisor
         shown = await self.facts_to_show(user, record, batch, budget // 5)
         request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
@@ -767,11 +771,13 @@ class Learner:
     ) -> list["Operation"]:
         """Return what becomes of a change of a fact. An empty list drops it.
 
-        A clear change passes. For any other, the model says what is still true of the
-        fact. If nothing is, the change passes. If a rest is true, the fact becomes it.
-        Else the fact stays, but a delete whose query shares a word with it passes. If
-        the fact stays or becomes a rest, the text of an update is added, unless it is
-        invented.
+        A clear change passes. Otherwise the model is asked what is still true:
+
+            nothing             the change passes
+            a part of the fact  the fact becomes this part, see `is_rest`
+            anything else       the fact stays; a delete that shares a word passes
+
+        In the last two cases, an update's text is added, unless it is invented.
         """
         if not fact or is_clear(operation, fact["text"]):
             return [operation]
@@ -831,7 +837,7 @@ class Learner:
         return await user.save_summary(session_id, old, cut(summary.strip(), 8000))
 
     async def ask(
-        self, messages: list[Message], schema: Json, key: str, kind: Any
+        self, messages: list[Message], schema: Json, key: str, expected_type: Any
     ) -> Any:
         """Return one field of the JSON that the model answers."""
         try:
@@ -840,7 +846,7 @@ class Learner:
             raise
         except Exception as error:  # whatever kept the endpoint from answering
             raise NoAnswer from error
-        answer = parse_answer(text, key, kind)
+        answer = parse_answer(text, key, expected_type)
         self.memory.degraded.pop("learning", None)
         return answer
 
@@ -962,7 +968,7 @@ def learning_prompt(budget: int) -> list[Message]:
     return messages
 
 
-def parse_answer(text: str, key: str, kind: Any) -> Any:
+def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """Return a field of the JSON in a model's answer, or raise RequestRefused.
 
     A model may think first, write text around the JSON, or leave out the object and the
@@ -977,11 +983,11 @@ def parse_answer(text: str, key: str, kind: Any) -> Any:
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
-        if key in value and isinstance(value[key], kind):
+        if key in value and isinstance(value[key], expected_type):
             return value[key]
         if "op" in value:
             operations.append(value)
-    if kind is list and (operations or text.strip() == "[]"):
+    if expected_type is list and (operations or text.strip() == "[]"):
         return operations
     raise RequestRefused(f"no {key} in the model's answer")
 
@@ -1292,15 +1298,16 @@ class Index:
 
     Both are put on one scale, the evidence that an entry is relevant to a query:
 
-        meaning  = (cosine - mean of the query's) / deviation of the entries' cosines
+        meaning  = (cosine - mean of all cosines with the query)
+                   / deviation of the cosines between entries
         chance   = sqrt(2 ln n), what the best of n entries reaches by chance
         loose    = meaning + RARE_WORD * bm25 / ln(n + 2)
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
-    MIN_SHARE * chance and are at most `chance` behind the best. Of fewer than FEW
-    entries, only those without evidence go. `.bench/recall.py` has the figures.
+    MIN_SHARE * chance and are at most `chance` behind the best. With fewer than FEW
+    entries, all with any evidence are found. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1603,12 +1610,12 @@ class Tables(TypedDict):
 
 class Transcript(NamedTuple):
     turns: list[TurnRow]
-    summary: str = ""
-    turn: int = 0  # the last turn that the summary holds
+    summary: str
+    summarized: int  # the last turn that the summary holds
 
     def verbatim(self) -> list[TurnRow]:
         """Return the turns that the summary does not hold."""
-        return self.turns[self.turn :]
+        return self.turns[self.summarized :]
 
 
 class AtomicStorage(Storage):
@@ -1672,8 +1679,8 @@ class UserFiles:
     def transcript(self, session_id: str) -> Transcript:
         database = self.database(session_id)
         turns: list[Any] = database.table("turns").all()
-        summary: Any = database.table("summary").get(doc_id=1) or {}
-        return Transcript(turns, **summary)
+        row: Any = database.table("summary").get(doc_id=1) or {"summary": "", "turn": 0}
+        return Transcript(turns, row["summary"], row["turn"])
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
         """Return the turns that wait to be learned, oldest first."""
@@ -1690,9 +1697,9 @@ class UserFiles:
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # If a kill interrupts this, the client deletes again, and callers tell by these
-        # files whether there is anything to delete. So the vectors, for which nobody
-        # looks, go first. A marker goes last, because of its name.
+        # A kill may interrupt this. The client then deletes again, which works only
+        # while a file of the pattern is left. So vectors go first, and of the pattern
+        # the marker goes last ("unlearned" sorts behind "json").
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
