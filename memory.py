@@ -629,7 +629,8 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
         self.wake: dict[str, asyncio.Event] = {}  # set when there is something to do
         self.pending: Counter[str] = Counter()  # turns that wait, by folder
-        self.failures: Counter[str] = Counter()  # by turn; each cuts it shorter
+        # By folder and turn; each failure cuts the turn shorter
+        self.failures: Counter[tuple[str, str]] = Counter()
 
     def schedule(self, folder: str) -> None:
         """Make sure that what waits of a user is learned soon."""
@@ -700,7 +701,7 @@ class Learner:
             if fit_budget(facts, self.settings.hint_tokens) != facts:
                 await self.memory.embed_missing(user, FACT_VECTORS)
             return False
-        batch = self.next_batch(unlearned)
+        batch = self.next_batch(folder, unlearned)
         try:
             operations = await self.ask_operations(user, record, batch)
             unlearned = await user.apply(operations, batch, self.settings.max_facts)
@@ -710,8 +711,8 @@ class Learner:
             first = batch[0]["source"]
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
-            self.failures.update(turn["source"] for turn in batch)
-            if self.failures[first] >= 3:
+            self.failures.update((folder, turn["source"]) for turn in batch)
+            if self.failures[folder, first] >= 3:
                 unlearned = await user.apply([], batch, self.settings.max_facts)
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
@@ -720,9 +721,10 @@ class Learner:
             await self.summarize_long(user, batch)
         return True
 
-    def next_batch(self, unlearned: UnlearnedTurns) -> UnlearnedTurns:
+    def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
-        batch = unlearned[: 1 if self.failures[unlearned[0]["source"]] else BATCH_TURNS]
+        has_failed = self.failures[folder, unlearned[0]["source"]] > 0
+        batch = unlearned[: 1 if has_failed else BATCH_TURNS]
         budget = self.memory.limits().context_tokens // 6
         fit = fit_budget(batch, budget, lambda t: t["query"] + t["response"][:1000])
         return fit or batch[:1]
@@ -732,7 +734,7 @@ class Learner:
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
         # Each failure halves the budget of the examples, and that of facts and turns.
-        divisor = 2 ** self.failures[batch[0]["source"]]
+        divisor = 2 ** self.failures[user.folder.name, batch[0]["source"]]
         room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
         prompt = learning_prompt(int(room * EXAMPLES_SHARE) // divisor)
         budget = (room - prompt_tokens(prompt)) // divisor
