@@ -202,8 +202,8 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 class EventStream:
     """The events of one turn, between its task and its client. README lists them."""
 
-    task: asyncio.Task[None]  # of the turn
-    failure: Failure  # what the event `error` reports
+    task: asyncio.Task[None]  # of the turn; `Service.begin` sets it
+    failure: Failure  # what the event `error` reports; `fail` sets it
 
     def __init__(self, settings: Settings):
         self.ping_after, self.unread_limit = settings.ping_after, settings.unread_limit
@@ -231,7 +231,7 @@ class EventStream:
                 event = await self.next()
                 ended = event["type"] in ("done", "error")  # the rest is not read
                 content += encode(event)
-                # One write for all that waits takes a chat from 10.7 to 8.2 ms of CPU.
+                # All that waits goes in one write: 8.2 ms of CPU per chat, not 10.7.
                 if content and (ended or self.queue.empty()):
                     yield content
                     content = b""
@@ -382,7 +382,8 @@ class AgentRun:
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
                 break
-        if number == max_rounds > 1 and done["finish_reason"] == "stop":
+        was_last = number == max_rounds and max_rounds > 1
+        if was_last and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
@@ -398,7 +399,7 @@ class AgentRun:
         try:
             await chat.stream(body, lambda chunk: self.emit_parts(reply.feed(chunk)))
         except Failure:
-            if not reply.finish_reason:  # else it broke off behind its end
+            if not reply.finish_reason:  # else the reply was complete before
                 raise
         await self.emit_parts(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
@@ -499,7 +500,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
         # A group is dropped whole: a question with its answer, a call with its results.
         # Groups begin with "user" before the last question, with "assistant" after it.
         begins_group = message["role"] == ("user" if n < last else "assistant")
-        dropped = n != last and (excess > 0 or (dropped and not begins_group))
+        follows_dropped = dropped and not begins_group  # `dropped`: the one before
+        dropped = n != last and (excess > 0 or follows_dropped)
         if dropped:
             excess -= tokens_in([message])
         else:
@@ -561,6 +563,7 @@ class ReplyParser:
         unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
         if unknown != {"delta": {}}:
             add_fields(self.passed_on, unknown)
+            # A refusal is the answer; the events of /v1 have it in its own field.
             self.text += mended(str(unknown["delta"].get("refusal", "")))
             yield "passed_on", unknown
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
@@ -640,11 +643,13 @@ class ReplyParser:
         for key in given:
             if fields.get(key) is not None:
                 given[key] = str(fields[key]).strip()
-        candidates = [] if given["index"] and given["id"] else self.calls
-        for key in ("id", "index"):
-            if given[key]:
-                same = [call for call in self.calls if call[key] == given[key]]
-                candidates = same or candidates
+
+        def calls_of(key: str) -> list[Json]:
+            same = [call for call in self.calls if call[key] == given[key]]
+            return same if given[key] else []
+
+        all_calls = [] if given["index"] and given["id"] else self.calls
+        candidates = calls_of("index") or calls_of("id") or all_calls
         call = candidates[-1] if candidates else {}
         differs = any(
             call.get(key) and value not in ("", call[key])
@@ -653,7 +658,8 @@ class ReplyParser:
         if not call or (given["name"] and differs):
             call = given | {"arguments": "", "unknown": {}}
             self.calls.append(call)
-        call |= {key: call[key] or value for key, value in given.items()}
+        for key, value in given.items():
+            call[key] = call[key] or value  # what came first stays
         arguments = fields.get("arguments") or fields.get("parameters") or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
@@ -1292,7 +1298,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        scope = {**scope, "path": mended_path(scope["path"])}
+        scope = {**scope, "path": route_path(scope["path"])}
         sent = Request(scope).headers.get("Authorization", "").encode("latin-1")
         scheme, _, token = sent.partition(b" ")
         has_key = hmac.compare_digest(token.strip(), self.key)
@@ -1305,7 +1311,7 @@ class KeyCheck:
         await answer(scope, receive, send)
 
 
-def mended_path(path: str) -> str:
+def route_path(path: str) -> str:
     """Return a path as the routes have it, because clients join base URLs oddly."""
     single = re.sub("//+", "/", path).rstrip("/")
     if single in ("/chat/completions", "/models"):  # a base URL without /v1

@@ -198,7 +198,7 @@ def cut_middle(text: str, size: int) -> str:
 # --- Memory ---
 
 RERANKED = 32  # facts that a cross-encoder is asked about
-EMBEDDED_TEXTS = 10  # in one request, because some servers take no more
+EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
 EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
 
 
@@ -352,17 +352,26 @@ class Memory:
                 return
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
-        """Return the vectors of texts; none if one of them is refused, even cut."""
+        """Return the vectors of texts, except of those that the endpoint refuses.
+
+        Raises:
+            RequestRefused: It refuses all of several texts.
+        """
         assert self.embed
         prefix = self.settings.embedding_document_prefix
-        # 1,500 digits are 1,500 tokens, more than most models take.
-        for size in (EMBEDDED_BYTES, 500):
-            documents = [prefix + cut_middle(text, size) for text in texts.values()]
+        documents = [prefix + cut_middle(texts[id], EMBEDDED_BYTES) for id in texts]
+        with suppress(RequestRefused):  # there are too many, or one is too long
+            vectors = map(unit_vector, await self.embed(documents))
+            return dict(zip(texts, vectors, strict=True))
+        accepted = {}
+        for id, document in zip(texts, documents):
             with suppress(RequestRefused):
-                vectors = map(unit_vector, await self.embed(documents))
-                return dict(zip(texts, vectors, strict=True))
-        log.warning("%d texts are refused and have no vectors", len(texts))
-        return {}
+                # 1,500 digits are 1,500 tokens, more than most models take.
+                [vector] = await self.embed([cut_middle(document, 500)])
+                accepted[id] = unit_vector(vector)
+        if not accepted and len(texts) > 1:
+            raise RequestRefused("every text is refused")
+        return accepted
 
     @contextmanager
     def optional(self, part: str) -> Iterator[None]:
@@ -940,8 +949,8 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # A message is learned by its beginning and end, an answer by its beginning. A token
-    # is counted as 3 bytes, so `budget` bytes take a third of the budget.
+    # `budget` is in tokens, each counted as 3 bytes: as many bytes take a third of it.
+    # A message is read at its beginning and end, an answer at its beginning.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1039,6 +1048,7 @@ def check_operations(
     # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
     passed.sort(key=lambda operation: (operation.at, operation.op != "delete"))
+    # An added fact has no id, so its position is its key: it replaces no other.
     last = {operation.id or n: operation for n, operation in enumerate(passed)}
     # Changes first, because a fact that is added may be the one that was deleted.
     return sorted(last.values(), key=lambda operation: operation.op == "add"), dropped
@@ -1056,10 +1066,10 @@ def check_operation(
     if not text and op != "delete":
         return ""
     evidence = str(row.get("evidence") or "")
-    quoted = (turn for turn in reversed(batch) if is_said(evidence, turn["query"]))
-    turn = next(quoted, None)  # the newest
-    if not turn:
+    quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
+    if not quoted:
         return "evidence"
+    turn = quoted[-1]  # the newest
     fact = facts.get(str(row.get("id"))) if op != "add" else None
     if op == "update" and not fact:
         op = "add"
@@ -1103,7 +1113,11 @@ def is_invented(text: str, query: str) -> bool:
 
 
 def is_clear(operation: Operation, fact: str) -> bool:
-    """Tell whether the words of user and model show that a change means this fact."""
+    """Tell whether a change surely means this fact, so that nobody need be asked.
+
+    A delete does if the user named every word of the fact. An update does if the fact
+    shares a word with the message or the new text, and the new text is not invented.
+    """
     text, query = operation.text, operation.query
     if operation.op == "delete":
         said = word_set(query)
@@ -1191,7 +1205,10 @@ class FactStore:
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def evict(self, max_facts: int) -> None:
-        """Make profile facts beyond MAX_PROFILE episodic; delete the lowest."""
+        """Make profile facts beyond MAX_PROFILE episodic; delete beyond `max_facts`.
+
+        In both cases, the facts with the lowest scores go.
+        """
         ranked = scored(self.record.facts)
         profile = [fact["id"] for fact in ranked if fact["kind"] == "profile"]
         for id in profile[MAX_PROFILE:]:
@@ -1515,7 +1532,8 @@ def word_set(text: str) -> frozenset[str]:
     """Return the content words of a text without accents; of Chinese its letters."""
     words: set[str] = set()
     for word in content_words(cut_middle(text, MAX_READ), STOP):
-        words.update(word if re.fullmatch(f"{CJK}+", word) else [unaccented(word)])
+        is_chinese = re.fullmatch(f"{CJK}+", word)
+        words.update([*word] if is_chinese else [unaccented(word)])
     return frozenset(words.difference(STOP_LETTERS))
 
 
@@ -1699,9 +1717,9 @@ class UserFiles:
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # A kill may interrupt this. The client then deletes again, which works only
-        # while a file of the pattern is left. So vectors go first, and of the pattern
-        # the marker goes last ("unlearned" sorts behind "json").
+        # After a kill the client deletes again. It gets 404 if neither the record nor
+        # a file of the pattern is left, so the vectors go first. Sorting puts a
+        # session's marker last.
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1850,8 +1868,8 @@ class User(UserFiles):
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
         texts = {row["new_memory"] or row["old_memory"] for row in rows}
-        kept = [row for row in record.history if row["old_memory"] not in texts]
-        record.history = [row for row in kept if row["new_memory"] not in texts]
+        others = [row for row in record.history if row["old_memory"] not in texts]
+        record.history = [row for row in others if row["new_memory"] not in texts]
         record.facts.pop(fact_id, None)
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
@@ -1915,10 +1933,10 @@ class User(UserFiles):
         """Return at most k facts, best first, each with its score."""
         facts: dict[str, Any] = self.load().facts
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
-        versions = map(file_version, paths)
-        hits = fact_index(self, *versions).search(query, vector, len(facts), strict)
-        hits = [(score, id) for score, id in hits if not has_faded(facts[id])]
-        return [{**facts[id], "score": score} for score, id in hits[:k]]
+        index = fact_index(self, *map(file_version, paths))
+        hits = index.search(query, vector, len(facts), strict)
+        shown = [(score, id) for score, id in hits if not has_faded(facts[id])]
+        return [{**facts[id], "score": score} for score, id in shown[:k]]
 
     @locked
     def search_turns(
