@@ -189,7 +189,7 @@ class Failure(HTTPException):
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
         if not 400 <= status < 500 or status == 408:
             status = own_status
-        # The openai client obeys it. Without it, each retry would save another turn.
+        # OpenAI's clients retry by themselves, and each retry would save another turn.
         headers = {"X-Should-Retry": "false"}
         if wait:  # seconds, or a date
             headers["Retry-After"] = wait
@@ -211,9 +211,12 @@ class EventStream:
 
     async def emit(self, type: str, **fields: Any) -> None:
         """Put an event into the queue. If nobody reads for too long, stop the turn."""
+        event = {"type": type, **fields}
+        if not self.queue.full():  # the usual case, without a timer
+            return self.queue.put_nowait(event)
         try:
             async with asyncio.timeout(self.unread_limit):
-                await self.queue.put({"type": type, **fields})
+                await self.queue.put(event)
         except TimeoutError:
             raise asyncio.CancelledError from None
 
@@ -399,7 +402,7 @@ class AgentRun:
         try:
             await chat.stream(body, lambda chunk: self.emit_parts(reply.feed(chunk)))
         except Failure:
-            if not reply.finish_reason:  # else the reply was complete before
+            if not reply.finish_reason:  # a complete reply stands, whatever follows
                 raise
         await self.emit_parts(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
@@ -495,14 +498,14 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
         rest[last] = with_hints(rest[last], block)
-    dropped = False
+    drops_group = False
     for n, message in enumerate(rest):
         # A group is dropped whole: a question with its answer, a call with its results.
         # Groups begin with "user" before the last question, with "assistant" after it.
-        begins_group = message["role"] == ("user" if n < last else "assistant")
-        follows_dropped = dropped and not begins_group  # `dropped`: the one before
-        dropped = n != last and (excess > 0 or follows_dropped)
-        if dropped:
+        if message["role"] == ("user" if n < last else "assistant"):
+            drops_group = False
+        drops_group = n != last and (drops_group or excess > 0)
+        if drops_group:
             excess -= tokens_in([message])
         else:
             prompt.append(message)
@@ -581,9 +584,9 @@ class ReplyParser:
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
             if part == "<think>" and not self.text:
                 self.thinking = True
-            # After a thought and text, a </think> is a word of the answer.
+            # Text before a </think> was a thought too: the template opened it in the
+            # prompt. But after a thought and text, </think> is a word of the answer.
             elif part == "</think>" and not (self.has_thought and self.text):
-                # Text before it was a thought that the template opened in the prompt.
                 yield from self.take_back()
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
@@ -605,7 +608,9 @@ class ReplyParser:
         if self.finish_reason in ("tool_calls", "function_call"):
             self.finish_reason = "stop"  # servers say so without calls, and with them
         yield from self.parts_of_text(self.held, is_last=True)
-        written = [json.loads(text) for text in json_texts(self.text)]
+        written: list[Any] = []
+        for value in map(json.loads, json_texts(self.text)):
+            written += value if isinstance(value, list) else [value]
         are_calls = all(is_call(value, self.names) for value in written)
         if written and are_calls and not self.calls:
             yield from self.take_back()
@@ -652,7 +657,7 @@ class ReplyParser:
         candidates = calls_of("index") or calls_of("id") or all_calls
         call = candidates[-1] if candidates else {}
         differs = any(
-            call.get(key) and value not in ("", call[key])
+            value and call.get(key) and value != call[key]
             for key, value in given.items()
         )
         if not call or (given["name"] and differs):
@@ -691,7 +696,9 @@ def add_fields(total: Json, more: Json) -> Json:
 
 
 def mended(value: Any) -> Any:
-    """Return JSON without halves of characters, which gateways send, no file stores."""
+    """Return JSON without lone surrogates. Gateways send them, but no file holds them."""
+    if isinstance(value, str) and value.isascii():  # the usual case
+        return value
     text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
     return json.loads(text.decode("utf-16-le", "replace"))
 
@@ -834,15 +841,17 @@ class Endpoint:
                 self.contexts = sizes
                 self.failure = None
             except Failure as failure:
-                # Some servers have no list of models, and work.
-                works = self.configured_model and failure.upstream_status in (404, 405)
-                self.failure = None if works else failure
+                # Some servers have no list of models, or not for this key, and work.
+                if self.configured_model and failure.upstream_status in (403, 404, 405):
+                    self.failure = None
+                else:
+                    self.failure = failure
             self.model = self.configured_model or next(iter(self.contexts), "")
             self.list_next = time.monotonic() + (1 if self.failure else 10)
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        # Once also if the model is set, because the list tells its context.
+        # A model that is set needs one listing too, because the list tells its context.
         if not (self.configured_model and self.contexts):
             await self.list_models()
         if not self.model:
@@ -1014,8 +1023,8 @@ def is_openai(url: HttpUrl | None) -> bool:
 def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
-    # OpenAI has a default model for embeddings. Of one's own chat server, a model must
-    # be set; of a server for embeddings, the first is used.
+    # OpenAI has a default model for embeddings. A server for embeddings uses the first
+    # that it lists. If your own chat server makes them, EMBEDDING_MODEL must be set.
     default = "text-embedding-3-small" if is_openai(url) else ""
     model = settings.embedding_model or default
     if settings.embedding_base_url or (model and (url or key)):
@@ -1231,7 +1240,7 @@ class CompletionWriter:
         return b""
 
     def end(self, finish_reason: str, usage: Json | None) -> bytes:
-        """Return the whole completion, or the chunks behind its text."""
+        """Return the whole completion, or the chunks that follow its text."""
         reply, calls = self.run.reply, self.run.client_calls
         choice: Json = {"finish_reason": finish_reason.replace("max_rounds", "stop")}
         if not self.body.stream:
@@ -1321,11 +1330,11 @@ def route_path(path: str) -> str:
 
 async def on_error(request: Request, error: Any) -> Response:
     """Answer an exception, on /v1 in OpenAI's form."""
-    is_openai = request.scope["path"].startswith("/v1/")
+    on_v1 = request.scope["path"].startswith("/v1/")
     if isinstance(error, RequestValidationError):  # without the input
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
         first = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
-        error = HTTPException(422, first if is_openai else found)
+        error = HTTPException(422, first if on_v1 else found)
     elif isinstance(error, NotFound):
         error = HTTPException(404)
     elif isinstance(error, OSError):
@@ -1336,8 +1345,8 @@ async def on_error(request: Request, error: Any) -> Response:
     status = error.status_code
     # FastAPI has 400 for a body that it cannot read, and OpenAI has no 422.
     if status in (400, 422):
-        status = 400 if is_openai else 422
-    content = openai_error(error) if is_openai else {"detail": error.detail}
+        status = 400 if on_v1 else 422
+    content = openai_error(error) if on_v1 else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, "application/json")
 
 

@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]  # any JSON object
 ScoredFacts = list[Json]  # each a Fact and its `score`
-UnlearnedTurns = list[Json]  # each a TurnRow, `session_id` and `source`
+UnlearnedTurns = list[Json]  # TurnRows, with `session_id` and `source` added
 Message = Json  # role and content, as in the Chat Completions API
 Vector = np.ndarray  # of float32, of length 1
 Vectors = dict[int, Vector]  # by `vector_id`
@@ -152,7 +152,7 @@ class NoAnswer(Exception):
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def local_time(timestamp: str) -> str:
@@ -475,7 +475,7 @@ class Turn:
         self.message = message
         settings = self.memory.settings
         third = settings.hint_tokens // 3  # at most, for what was just said
-        # A text of 3 * third - 1 bytes just counts as `third` tokens.
+        # The longest text that counts as `third` tokens has 3 * third - 1 bytes.
         lines = [cut(line, 3 * third - 1) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, third, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
@@ -758,7 +758,8 @@ class Learner:
         for operation in passed:
             confirmed = await self.confirm_change(operation, facts.get(operation.id))
             operations += confirmed
-            dropped += [] if confirmed else ["still true"]
+            if not confirmed:
+                dropped.append("still true")
         for rule in dropped:
             log.info("an operation was dropped by the rule: %s", rule)
         self.memory.dropped += len(dropped)
@@ -832,14 +833,13 @@ class Learner:
         """Summarize some old turns of a session. Tell whether there were any."""
         keep = self.settings.history_turns
         transcript = await user.read_session(session_id)
-        # In steps, because of too many turns only a few words each would fit.
+        # At most 2 * keep at once: of more turns, only a few words each would fit.
         old: list[Any] = transcript.verbatim()[:-keep][: 2 * keep]
         if len(old) <= keep:
             return False
-        # In bytes, of which a token has 3: a sixth of the context
-        max_bytes = self.memory.limits().context_tokens // 2
-        size = max_bytes // len(old) // 2
+        max_bytes = self.memory.limits().context_tokens // 2  # 3 a token: a sixth of it
         parts = ("query", "response")
+        size = max_bytes // len(old) // len(parts)
         turns = [{n: cut_redacted(row[n], size) for n in parts} for row in old]
         request = {"previous": cut(transcript.summary, max_bytes), "turns": turns}
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
@@ -949,8 +949,8 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # `budget` is in tokens, each counted as 3 bytes: as many bytes take a third of it.
-    # A message is read at its beginning and end, an answer at its beginning.
+    # Tokens are counted as 3 bytes, so a query of `budget` bytes takes a third of the
+    # budget. Queries keep their beginning and end, answers only their beginning.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1048,7 +1048,7 @@ def check_operations(
     # If several operations concern one fact, the last wins. An update comes after a
     # delete of its turn, because weak models write both for "I left Shell for Total".
     passed.sort(key=lambda operation: (operation.at, operation.op != "delete"))
-    # An added fact has no id, so its position is its key: it replaces no other.
+    # Keyed by fact, so later ones replace earlier. An add has no fact: its key is n.
     last = {operation.id or n: operation for n, operation in enumerate(passed)}
     # Changes first, because a fact that is added may be the one that was deleted.
     return sorted(last.values(), key=lambda operation: operation.op == "add"), dropped
@@ -1194,8 +1194,8 @@ class FactStore:
                 seen = max(twin["last_seen_at"], operation.at)
                 again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
                 self.record.facts[twin["id"]] = twin | again
-            if operation.op == "update":  # the fact would now say the same as its twin
-                self.mem0.delete(id)
+            if operation.op == "update":
+                self.mem0.delete(id)  # it would only repeat its twin
         elif operation.op == "delete":
             self.mem0.delete(id)
         elif operation.op == "update":
@@ -1339,7 +1339,7 @@ class Index:
         rows = ([*map(spaced, entry[1:])] for entry in self.entries)
         self.word_index.executemany(insert, rows)
         numbered = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        self.spread = 0.0  # of the cosines; two vectors have none
+        self.spread = 0.0  # of the cosines; 0: too few vectors to compare
         if len(numbered) < 3:
             return
         self.vector_index = flat_index(numbered)
@@ -1369,7 +1369,7 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
             evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        kept = evidence != 0  # else neither a vector nor a word matches
+        kept = evidence != 0  # 0: neither a vector nor a word matches
         if strict and size >= FEW:
             best = evidence.max()
             kept &= evidence >= max(MIN_SHARE * chance, best - chance)
@@ -1703,7 +1703,7 @@ class UserFiles:
         return Transcript(turns, row["summary"], row["turn"])
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
-        """Return the turns that wait to be learned, oldest first."""
+        """Return the turns that wait, oldest first. Remove markers that wait for none."""
         unlearned: UnlearnedTurns = []
         for marker in self.folder.glob("*.unlearned"):
             id = marker.stem
@@ -1717,9 +1717,9 @@ class UserFiles:
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # After a kill the client deletes again. It gets 404 if neither the record nor
-        # a file of the pattern is left, so the vectors go first. Sorting puts a
-        # session's marker last.
+        # If we are killed, the client deletes again, and must not get 404 while anything
+        # is left. So vectors go first, and what the 404 depends on goes last: a session's
+        # marker (sorted after its .json), and the record.
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1738,7 +1738,8 @@ class UserFiles:
         else:
             for id in self.session_ids():
                 entries += message_entries(id, self.transcript(id).turns)
-        return {vector_id(self.embedding_model, *entry[:2]): entry for entry in entries}
+        model = self.embedding_model
+        return {vector_id(model, entry.key, entry.text): entry for entry in entries}
 
     def vectors(self, vector_file: str) -> Vectors:
         # Not shared, because `fact_index` keeps the facts' vectors of 64 users.
@@ -2081,9 +2082,9 @@ class Locks:
     """Exclusive locks by name, between tasks, processes and machines.
 
     Each is one byte of one file. POSIX locks belong to the process, so tasks also need
-    an `asyncio.Lock`. If the process closes any descriptor of the file, all its locks
-    are free, so it is opened once. We poll, because blocked threads could do no other
-    work, and the kernel would report deadlocks that do not exist.
+    an `asyncio.Lock`. Closing any descriptor of the file would free all locks of the
+    process, so the file is opened once. We poll: a blocking lock would occupy a thread,
+    and the kernel would report deadlocks that do not exist.
     """
 
     def __init__(self, path: Path):

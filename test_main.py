@@ -768,6 +768,7 @@ ONE_CHOICE = {"message": call(0, "a", NAME, ONE), "finish_reason": "tool_calls"}
     ("one whole completion", JSONResponse({"choices": [ONE_CHOICE]})),
     ("as text", reply("```json\n", WRITTEN, "\n```")),
     ("marked text", reply("<tool_call>", WRITTEN, "</tool_call>")),
+    ("a list as text", reply("[TOOL_CALLS]", f"[{WRITTEN}]")),
 )
 def test_a_call_is_run_however_it_is_sent(chat, model, answer):
     model.answers = [answer, reply("5.")]
