@@ -696,7 +696,7 @@ def add_fields(total: Json, more: Json) -> Json:
 
 
 def mended(value: Any) -> Any:
-    """Return JSON without lone surrogates. Gateways send them, but no file holds them."""
+    """Return JSON without lone surrogates: gateways send them, no file holds them."""
     if isinstance(value, str) and value.isascii():  # the usual case
         return value
     text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")

@@ -1703,7 +1703,7 @@ class UserFiles:
         return Transcript(turns, row["summary"], row["turn"])
 
     def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
-        """Return the turns that wait, oldest first. Remove markers that wait for none."""
+        """Return the turns that wait, oldest first. Remove markers without any."""
         unlearned: UnlearnedTurns = []
         for marker in self.folder.glob("*.unlearned"):
             id = marker.stem
@@ -1717,9 +1717,9 @@ class UserFiles:
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # If we are killed, the client deletes again, and must not get 404 while anything
-        # is left. So vectors go first, and what the 404 depends on goes last: a session's
-        # marker (sorted after its .json), and the record.
+        # If we are killed, the client deletes again, and must not get 404 while
+        # anything is left. So vectors go first, and what the 404 depends on goes last:
+        # a session's marker (sorted after its .json), and the record.
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
