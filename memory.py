@@ -551,14 +551,17 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
+        # Counted before the write, or /health could say 0 while a turn waits. If the
+        # write fails, the learner sets the count right.
+        pending, name = self.memory.learner.pending, self.user.folder.name
+        pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
         try:
             await to_the_end(asyncio.ensure_future(saving))
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
-        finally:  # if it is not written, the learner sets the count right
-            self.memory.learner.pending[self.user.folder.name] += 1
+        pending[name] = max(1, pending[name])  # if the learner set it meanwhile
         self.memory.degraded.pop("storage", None)
 
     # Tools for the model. The user and the session are bound, never arguments.
@@ -697,23 +700,34 @@ class Learner:
                 delay = min(60.0, 2 * delay)
 
     async def learn_next(self, folder: str) -> bool:
-        """Learn the turns that have waited longest. Tell whether there were any.
-
-        Each failure cuts a turn shorter. After three, the turn counts as learned.
-        """
+        """Learn the turns that have waited longest. Tell whether more wait."""
         user = self.memory.user_in_folder(folder)
         record, unlearned = await user.read()
         self.pending[folder] = len(unlearned)
+        if unlearned:
+            batch = self.next_batch(folder, unlearned)
+            record, unlearned = await self.learn_batch(user, record, batch)
+            self.pending[folder] = len(unlearned)
+            if self.settings.summaries:
+                await self.summarize_long(user, batch)
         if not unlearned:
             facts = scored(record.facts)
             # If they do not all fit, they will be searched.
             if fit_budget(facts, self.settings.hint_tokens) != facts:
                 await self.memory.embed_missing(user, FACT_VECTORS)
-            return False
-        batch = self.next_batch(folder, unlearned)
+        return bool(unlearned)
+
+    async def learn_batch(
+        self, user: "User", record: "UserRecord", batch: UnlearnedTurns
+    ) -> tuple["UserRecord", UnlearnedTurns]:
+        """Learn from turns. Return the facts, and what waits then.
+
+        Each failure cuts a turn shorter. After three, the turn counts as learned.
+        """
+        folder, max_facts = user.folder.name, self.settings.max_facts
         try:
             operations = await self.ask_operations(user, record, batch)
-            unlearned = await user.apply(operations, batch, self.settings.max_facts)
+            return await user.apply(operations, batch, max_facts)
         except (NoAnswer, NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
@@ -721,14 +735,12 @@ class Learner:
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update((folder, turn["source"]) for turn in batch)
-            if self.failures[folder, first] >= 3:
-                unlearned = await user.apply([], batch, self.settings.max_facts)
-                log.error("turn %s is given up: it counts as learned", first)
-                self.memory.given_up += 1
-        self.pending[folder] = len(unlearned)
-        if self.settings.summaries:
-            await self.summarize_long(user, batch)
-        return True
+        if self.failures[folder, first] < 3:
+            return await user.read()
+        left = await user.apply([], batch, max_facts)
+        log.error("turn %s is given up: it counts as learned", first)
+        self.memory.given_up += 1
+        return left
 
     def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
@@ -1826,8 +1838,8 @@ class User(UserFiles):
         batch: UnlearnedTurns,
         max_facts: int,
         record_id: str = "",
-    ) -> UnlearnedTurns:
-        """In one write, change facts and mark turns as learned. Return what waits then.
+    ) -> tuple[UserRecord, UnlearnedTurns]:
+        """In one write, change facts and mark turns as learned. Return like `read`.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
@@ -1837,7 +1849,7 @@ class User(UserFiles):
         ids = {operation.id for operation in operations} - {""}
         is_late = any(turn not in unlearned for turn in batch)
         if is_late or not ids <= record.facts.keys():
-            return unlearned
+            return record, unlearned
         store = FactStore(record)
         for operation in operations:
             store.apply(operation)
@@ -1845,7 +1857,7 @@ class User(UserFiles):
             record.learned[turn["session_id"]] = turn["turn"]
         store.evict(max_facts)
         self.write(record)
-        return self.unlearned_turns(record)
+        return record, self.unlearned_turns(record)
 
     @locked
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
