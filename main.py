@@ -183,7 +183,7 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
 class Failure(HTTPException):
     """A turn cannot go on. `upstream_status` is the endpoint's own, if it sent one."""
 
-    def __init__(self, code: str, reason: str = "", status: int = 0, wait: str = ""):
+    def __init__(self, code: str, reason: str = "", status: int = 0, retry: str = ""):
         self.code, self.upstream_status = code, status
         own_status, sentence = FAILURES[code]
         # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
@@ -191,8 +191,8 @@ class Failure(HTTPException):
             status = own_status
         # OpenAI's clients retry by themselves, and each retry would save another turn.
         headers = {"X-Should-Retry": "false"}
-        if wait:  # seconds, or a date
-            headers["Retry-After"] = wait
+        if retry:  # the endpoint's Retry-After: seconds, or a date
+            headers["Retry-After"] = retry
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
 
 
@@ -221,6 +221,7 @@ class EventStream:
             raise asyncio.CancelledError from None
 
     async def fail(self, failure: Failure) -> None:
+        """Emit `error`. In a full queue it takes the place of the oldest event."""
         self.failure = failure
         if self.queue.full():  # if the client has left, nobody makes room
             self.queue.get_nowait()
@@ -377,7 +378,7 @@ class AgentRun:
             if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
                 tool_choice = None
-            elif self.reply.text or done["finish_reason"] != "stop":
+            elif self.reply.text or done["finish_reason"] != "stop":  # or it was cut
                 break
             elif tool_choice != "none":  # an empty reply: ask once more without tools
                 tool_choice = "none"
@@ -418,8 +419,8 @@ class AgentRun:
 
     async def emit_parts(self, parts: "Iterable[Part]") -> None:
         for type, value in parts:
-            field = "choice" if type == "passed_on" else "text"
-            await self.emit(type, **{field: value})
+            key = "choice" if type == "passed_on" else "text"
+            await self.emit(type, **{key: value})
 
     async def emit(self, type: str, **fields: Any) -> None:
         await self.events.emit(type, round=self.done["rounds"], **fields)
@@ -606,7 +607,7 @@ class ReplyParser:
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
         if self.finish_reason in ("tool_calls", "function_call"):
-            self.finish_reason = "stop"  # servers say so without calls, and with them
+            self.finish_reason = "stop"  # `ask_model` sets it again if there are calls
         yield from self.parts_of_text(self.held, is_last=True)
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
@@ -766,7 +767,7 @@ class Endpoint:
         self.model = model  # in use: as set, else the first that was listed
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.failure: Failure | None = None  # why the last listing failed
-        self.list_next = 0.0  # the earliest time of the next listing (monotonic)
+        self.may_list_at = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
@@ -832,7 +833,7 @@ class Endpoint:
     async def list_models(self) -> None:
         """List the models and their contexts, at most every 10 seconds."""
         async with self.listing:
-            if time.monotonic() < self.list_next:
+            if time.monotonic() < self.may_list_at:
                 return
             try:
                 with endpoint_errors():
@@ -847,7 +848,7 @@ class Endpoint:
                 else:
                     self.failure = failure
             self.model = self.configured_model or next(iter(self.contexts), "")
-            self.list_next = time.monotonic() + (1 if self.failure else 10)
+            self.may_list_at = time.monotonic() + (1 if self.failure else 10)
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
@@ -1062,13 +1063,12 @@ async def root() -> str:
 @router.get("/health")
 async def health(service: TheService) -> Json:
     """Say what works, and since when what does not."""
-    chat = service.chat
-    memories = service.memory
+    endpoint, memories = service.chat, service.memory
     model, works = "not configured", False
     if service.is_configured:
-        await chat.list_models()
-        works = bool(chat.model) and not chat.failure
-        model = chat.model if works else "unreachable"
+        await endpoint.list_models()
+        works = bool(endpoint.model) and not endpoint.failure
+        model = endpoint.model if works else "unreachable"
     return {
         "status": "ok" if works and not memories.degraded else "degraded",
         "model": model,

@@ -244,7 +244,7 @@ class Memory:
         os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
         await self.locks.in_thread(open_mem0)
         for path in self.folder.glob(".deleted-*"):  # what a crash left of users
-            shutil.rmtree(path, ignore_errors=True)
+            await self.locks.in_thread(shutil.rmtree, path, True)  # ignoring errors
         self.learner.pending = await self.locks.in_thread(self.unlearned_sessions)
         for folder in self.learner.pending:
             self.learner.schedule(folder)
@@ -460,7 +460,7 @@ class Turn:
         return len(self.transcript.turns) + 1
 
     @property
-    def repeated(self) -> list[TurnRow]:
+    def replayed(self) -> list[TurnRow]:
         """The turns of this session that the prompt repeats, if they fit."""
         verbatim = self.transcript.verbatim()
         return [row for row in verbatim if row["status"] != "error"]
@@ -474,7 +474,7 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        third = settings.hint_tokens // 3  # at most, for what was just said
+        third = settings.hint_tokens // 3  # of the budget, for what was just said
         # The longest text that counts as `third` tokens has 3 * third - 1 bytes.
         lines = [cut(line, 3 * third - 1) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, third, str)
@@ -494,7 +494,7 @@ class Turn:
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
-        shown = {*shown} or {row["query"] for row in self.repeated}
+        shown = {*shown} or {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
         lines = [one_line(cut_redacted(query, 2000)) for query in new[:MOST_SAID]]
@@ -512,7 +512,7 @@ class Turn:
             ValueError: The message alone does not fit.
         """
         summary = self.transcript.summary
-        turns = [exchange(row["query"], row["response"]) for row in self.repeated]
+        turns = [exchange(row["query"], row["response"]) for row in self.replayed]
         sizes = [prompt_tokens(turn) for turn in turns]
         block = self.memory.settings.history_turns
         while True:
@@ -1962,8 +1962,8 @@ class User(UserFiles):
         for _, key in index.search(query, vector, 4 * k, strict=False):
             session_id, number = key.split("/")
             if key not in shown:
-                first = max(0, int(number) - 2)
-                turns = self.transcript(session_id).turns[first : int(number) + 1]
+                place = int(number) - 1  # in the list
+                turns = self.transcript(session_id).turns[max(0, place - 1) : place + 2]
                 exchanges.append((session_id, turns))
                 shown |= {f"{session_id}/{row['turn']}" for row in turns}
         return exchanges[:k]
