@@ -292,12 +292,10 @@ class AgentRun:
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
             raise
-        except Failure as failure:
-            log.warning("a turn of session %r failed: %s", session_id, failure.detail)
+        except (Failure, NotFound, OSError) as error:
+            log.warning("a turn of session %r failed: %r", session_id, error)
+            failure = error if isinstance(error, Failure) else Failure("storage_failed")
             await self.events.fail(failure)
-        except (NotFound, OSError) as error:
-            log.warning("a turn of session %r is not saved: %r", session_id, error)
-            await self.events.fail(Failure("storage_failed"))
         except Exception:
             log.exception("a turn of session %r failed by our fault", session_id)
             await self.events.fail(Failure("internal"))
@@ -378,14 +376,15 @@ class AgentRun:
             if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
                 tool_choice = None
-            elif self.reply.text or done["finish_reason"] != "stop":  # or it was cut
+                continue
+            # A reply without text is empty, unless it was cut at its length.
+            if self.reply.text or done["finish_reason"] != "stop":
                 break
-            elif tool_choice != "none":  # an empty reply: ask once more without tools
-                tool_choice = "none"
-            else:
+            if tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
                 break
+            tool_choice = "none"  # ask once more, without tools
         was_last = number == max_rounds and max_rounds > 1
         if was_last and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
@@ -401,26 +400,25 @@ class AgentRun:
         body = with_extra(body, extra, self.request.options)
         self.reply = reply = ReplyParser(body.get("tools") or [])
         try:
-            await chat.stream(body, lambda chunk: self.emit_parts(reply.feed(chunk)))
+            await chat.stream(body, lambda chunk: self.emit_all(reply.feed(chunk)))
         except Failure:
             if not reply.finish_reason:  # a complete reply stands, whatever follows
                 raise
-        await self.emit_parts(reply.finish())
+        await self.emit_all(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
         done["finish_reason"] = reply.finish_reason
         if not reply.calls or tool_choice == "none":
             return []
-        if reply.finish_reason == "stop":
+        if reply.finish_reason == "stop":  # of `finish`, or of an odd server
             done["finish_reason"] = "tool_calls"
         renew_ids(reply.calls, self.body["messages"])
         # With all its fields, because DeepSeek and Kimi require their reasoning back.
         self.body["messages"].append(reply.message(reply.calls))
         return reply.calls
 
-    async def emit_parts(self, parts: "Iterable[Part]") -> None:
-        for type, value in parts:
-            key = "choice" if type == "passed_on" else "text"
-            await self.emit(type, **{key: value})
+    async def emit_all(self, events: Iterable[Json]) -> None:
+        for event in events:
+            await self.emit(**event)
 
     async def emit(self, type: str, **fields: Any) -> None:
         await self.events.emit(type, round=self.done["rounds"], **fields)
@@ -436,7 +434,7 @@ class AgentRun:
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time. Append their results in order."""
-        await self.emit_parts(self.reply.take_back())
+        await self.emit_all(self.reply.take_back())
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
@@ -499,17 +497,18 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
         rest[last] = with_hints(rest[last], block)
-    drops_group = False
+    # A group is dropped whole: a question with its answer, a call with its results.
+    groups: list[list[Message]] = []
     for n, message in enumerate(rest):
-        # A group is dropped whole: a question with its answer, a call with its results.
-        # Groups begin with "user" before the last question, with "assistant" after it.
-        if message["role"] == ("user" if n < last else "assistant"):
-            drops_group = False
-        drops_group = n != last and (drops_group or excess > 0)
-        if drops_group:
-            excess -= tokens_in([message])
+        first_role = "user" if n < last else "assistant"
+        if n in (0, last, last + 1) or message["role"] == first_role:
+            groups.append([])
+        groups[-1].append(message)
+    for group in groups:
+        if excess > 0 and group[0] is not rest[last]:
+            excess -= tokens_in(group)
         else:
-            prompt.append(message)
+            prompt += group
     return prompt
 
 
@@ -528,7 +527,6 @@ def tokens_in(messages: list[Message]) -> int:
 
 # --- The model's reply ---
 
-Part = tuple[str, Any]  # the type of an event, and its text or a chunk's choice
 KNOWN_FIELDS = {"role", "content", "tool_calls", "function_call"}  # of a message
 KNOWN_FIELDS |= {"index", "delta", "message", "finish_reason"}  # of a choice
 KNOWN_FIELDS |= {"id", "type", "function"}  # of a call
@@ -539,7 +537,10 @@ AROUND_CALLS = re.compile(r"\A(\s|</?tool_call>|```\w*|\[TOOL_CALLS\])+")
 
 
 class ReplyParser:
-    """Tells text, thinking and calls apart while a reply streams."""
+    """Tells text, thinking and calls apart while a reply streams.
+
+    The events that its methods yield still lack their round.
+    """
 
     text = ""  # so far, without what was taken back
     finish_reason = ""
@@ -554,8 +555,8 @@ class ReplyParser:
         self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
         self.usage: Json = {}
 
-    def feed(self, chunk: Json) -> Iterator[Part]:
-        """Yield a chunk's parts: `thinking`, `token`, `thought` and `passed_on`."""
+    def feed(self, chunk: Json) -> Iterator[Json]:
+        """Yield a chunk's events: `thinking`, `token`, `thought` and `passed_on`."""
         choice = (chunk.get("choices") or [{}])[0]
         if error := chunk.get("error") or choice.get("error"):
             raise Failure("upstream_unavailable", error_sentence(error))
@@ -569,16 +570,16 @@ class ReplyParser:
             add_fields(self.passed_on, unknown)
             # A refusal is the answer; the events of /v1 have it in its own field.
             self.text += mended(str(unknown["delta"].get("refusal", "")))
-            yield "passed_on", unknown
+            yield {"type": "passed_on", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.has_thought = True
-            yield "thinking", mended(reasoning)
+            yield {"type": "thinking", "text": mended(reasoning)}
         if text := text_of(delta, ""):
-            yield from self.parts_of_text(self.held + text)
+            yield from self.split_text(self.held + text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
 
-    def parts_of_text(self, text: str, is_last: bool = False) -> Iterator[Part]:
+    def split_text(self, text: str, is_last: bool = False) -> Iterator[Json]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held = half[0] if half and not is_last else ""
@@ -591,24 +592,24 @@ class ReplyParser:
                 yield from self.take_back()
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
-                yield "thinking", part
+                yield {"type": "thinking", "text": part}
             elif shown := part if self.text else part.lstrip():
                 self.text += shown
-                yield "token", shown
+                yield {"type": "token", "text": shown}
 
-    def take_back(self) -> Iterator[Part]:
+    def take_back(self) -> Iterator[Json]:
         """Yield that this round's text is not the answer."""
         if self.text:
-            yield "thought", self.text
+            yield {"type": "thought", "text": self.text}
         self.text = ""
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self) -> Iterator[Json]:
         """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
         if self.finish_reason in ("tool_calls", "function_call"):
-            self.finish_reason = "stop"  # `ask_model` sets it again if there are calls
-        yield from self.parts_of_text(self.held, is_last=True)
+            self.finish_reason = "stop"  # `ask_model` knows whether calls will run
+        yield from self.split_text(self.held, is_last=True)
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
             written += value if isinstance(value, list) else [value]
@@ -649,14 +650,11 @@ class ReplyParser:
         for key in given:
             if fields.get(key) is not None:
                 given[key] = str(fields[key]).strip()
-
-        def calls_of(key: str) -> list[Json]:
-            same = [call for call in self.calls if call[key] == given[key]]
-            return same if given[key] else []
-
-        all_calls = [] if given["index"] and given["id"] else self.calls
-        candidates = calls_of("index") or calls_of("id") or all_calls
-        call = candidates[-1] if candidates else {}
+        index, id = given["index"], given["id"]
+        same_index = [call for call in self.calls if index and call["index"] == index]
+        same_id = [call for call in self.calls if id and call["id"] == id]
+        all_calls = [] if index and id else self.calls
+        call = (same_index or same_id or all_calls or [{}])[-1]
         differs = any(
             value and call.get(key) and value != call[key]
             for key, value in given.items()
@@ -749,7 +747,7 @@ TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token li
 def with_extra(body: Json, extra: Json, own: Json) -> Json:
     """Return a body with the settings' fields and, in their place, a client's own.
 
-    A null in the settings removes the field of all three.
+    A null in the settings removes the field, whoever set it.
     """
     body = body | extra | own
     removed = [name for name, value in extra.items() if value is None]
@@ -853,7 +851,8 @@ class Endpoint:
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
         # A model that is set needs one listing too, because the list tells its context.
-        if not (self.configured_model and self.contexts):
+        # If none is set, the server may serve another by now.
+        if not self.configured_model or not self.contexts:
             await self.list_models()
         if not self.model:
             no_model = Failure("upstream_unavailable", "It has no model.")
@@ -870,13 +869,13 @@ def endpoint_errors() -> Iterator[None]:
         raise
     except openai.APIError as error:
         # The cause is cut off, because its text may repeat a key and would be logged.
-        raise translate(error) from None
+        raise failure_of(error) from None
     except Exception as error:
         log.warning("an endpoint's answer cannot be read: %s", type(error).__name__)
         raise Failure("upstream_unavailable") from error
 
 
-def translate(error: openai.APIError) -> Failure:
+def failure_of(error: openai.APIError) -> Failure:
     """Return what a client is told of an error of openai's client."""
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
     reason = error_sentence(error.body, key)
@@ -995,7 +994,7 @@ class Service:
         form = {"type": "json_schema", "json_schema": schema}
         body: Json = {"messages": messages, "response_format": form, "temperature": 0}
         body["model"] = self.settings.memory_model or await self.chat.model_name()
-        # Models of a large context refuse a quarter of it, for they write less.
+        # Models of a large context refuse to write a quarter of it.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
         body = with_extra(body, self.settings.memory_extra_body, {})
         try:
@@ -1039,7 +1038,7 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 router = APIRouter()
 
 
-# Both are async, because FastAPI runs any other dependency in a thread.
+# This and `get_user` are async, because FastAPI runs others in a thread.
 async def get_service(request: Request) -> Service:
     return request.app.state.service
 
@@ -1374,8 +1373,8 @@ def create_app(settings: Settings) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(KeyCheck, key=settings.api_key)
     if origins := settings.cors_origins:
-        every = ["*"]  # method and header
-        app.add_middleware(CORSMiddleware, origins, every, every)
+        # All methods and headers
+        app.add_middleware(CORSMiddleware, origins, ["*"], ["*"])
     return app
 
 

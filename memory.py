@@ -147,22 +147,13 @@ class RequestRefused(Exception):
     """The model refuses this request, or its answer is of no use. Ask for less."""
 
 
-class NoAnswer(Exception):
-    """The model cannot be reached, or refuses its caller. Ask again later."""
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def local_time(timestamp: str) -> str:
-    """Return a time of the files in the machine's own zone, to the minute."""
-    return datetime.fromisoformat(timestamp).astimezone().isoformat(timespec="minutes")
-
-
-def long_date(timestamp: str) -> str:
-    """Return the local date of a time in words, such as 7 May 2023."""
-    return f"{datetime.fromisoformat(timestamp).astimezone():%-d %B %Y}"
+def local_time(timestamp: str) -> datetime:
+    """Return a time of the files in the machine's own zone."""
+    return datetime.fromisoformat(timestamp).astimezone()
 
 
 def as_message(role: str, content: Any) -> Message:
@@ -283,8 +274,8 @@ class Memory:
         user = self.user(name)
         try:
             async with self.locks.held(f"{user.folder.name}/{session_id}"):
-                begun = await user.begin_turn(name, session_id)
-                yield Turn(self, user, session_id, *begun)
+                record, transcript, unlearned = await user.begin_turn(name, session_id)
+                yield Turn(self, user, session_id, record, transcript, unlearned)
         finally:
             self.learner.schedule(user.folder.name)
 
@@ -293,7 +284,8 @@ class Memory:
         return self.user_in_folder(folder_name(normal_name(user_id)))
 
     def user_in_folder(self, folder: str) -> "User":
-        return User(self.folder / folder, self.limits().embedding_model, self.locks)
+        model, max_facts = self.limits().embedding_model, self.settings.max_facts
+        return User(self.folder / folder, self.locks, model, max_facts)
 
     async def facts(self, user_id: str, query: str = "", k: int = 20) -> ScoredFacts:
         """Return all facts with their scores, or the k best that fit a query."""
@@ -342,14 +334,11 @@ class Memory:
         missing = await user.missing_vectors(vector_file) if self.embed else {}
         rest = iter(missing.items())
         while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
-            done = False
             with self.optional("embeddings"):
                 vectors = await self.embed_documents(texts)
-                with self.optional("storage"):
-                    await user.add_vectors(vector_file, vectors)
-                    done = True
-            if not done:  # `optional` has logged why
-                return
+                await user.add_vectors(vector_file, vectors)
+                continue
+            return  # `optional` has logged why
 
     async def embed_documents(self, texts: dict[int, str]) -> Vectors:
         """Return the vectors of texts, except of those that the endpoint refuses.
@@ -431,7 +420,7 @@ def hint_line(fact: Json) -> str:
     """Return a fact as a line; an episodic one with the date when it was last said."""
     line = f"- {one_line(fact['text'])}"
     if fact["kind"] == "episodic":
-        line += f" ({local_time(fact['last_seen_at'])[:10]})"
+        line += f" ({local_time(fact['last_seen_at']).date()})"
     return line
 
 
@@ -481,15 +470,15 @@ class Turn:
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
         fitting = fit_budget(facts, budget)
-        if fitting == facts or not settings.hint_tokens:
+        if fitting == facts or not settings.hint_tokens:  # all fit, or none is wanted
             degraded = [] if self.memory.embed else ["embeddings"]
             return Hints(fitting, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
         profile = fit_budget(profile, budget // 2)
         ids = {fact["id"] for fact in profile}
-        k = settings.hint_k + len(profile)
-        facts, degraded = await self.memory.search(self.user, message, k)
-        others = [fact for fact in facts if fact["id"] not in ids][: settings.hint_k]
+        k = settings.hint_k + len(profile)  # search may find the profile again
+        found, degraded = await self.memory.search(self.user, message, k)
+        others = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
         return Hints(fit_budget(profile + others, budget), just_said, degraded)
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
@@ -551,8 +540,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before the write, or /health could say 0 while a turn waits. If the
-        # write fails, the learner sets the count right.
+        # Counted before it is written, so that /health never says 0 while it waits. If
+        # the write fails, the learner's next run corrects the count.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -561,7 +550,8 @@ class Turn:
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
-        pending[name] = max(1, pending[name])  # if the learner set it meanwhile
+        # The learner may have counted meanwhile, before this turn was on disk.
+        pending[name] = max(1, pending[name])
         self.memory.degraded.pop("storage", None)
 
     # Tools for the model. The user and the session are bound, never arguments.
@@ -581,7 +571,7 @@ class Turn:
         rows = [*self.transcript.turns, *self.unlearned]
         said = word_set(self.message).union(*(word_set(row["query"]) for row in rows))
         source = f"{self.session_id}/{self.number}"
-        add = Operation("add", "", "", "profile", 0.5, source, now(), self.message)
+        turn = {"source": source, "ended_at": now(), "query": self.message}
         verdicts: list[Json] = []
         for text in map(one_line, items[:20]):
             rule = forbidden(text)
@@ -589,9 +579,10 @@ class Turn:
                 rule = "the user did not say it"
             verdicts.append({"item": text, "accepted": not rule, "reason": rule})
         accepted = [row["item"] for row in verdicts if row["accepted"]]
-        operations = [add._replace(text=text) for text in accepted]
-        max_facts = self.memory.settings.max_facts
-        await self.user.apply(operations, [], max_facts, self.record.id)
+        operations = [
+            Operation("add", None, text, "profile", 0.5, turn) for text in accepted
+        ]
+        await self.user.apply(operations, [], self.record.id)
         return verdicts
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
@@ -605,7 +596,7 @@ class Turn:
         for session_id, rows in exchanges:
             text += f"Conversation {session_id}:\n"
             for row in rows:
-                day = local_time(row["ended_at"])[:10]
+                day = local_time(row["ended_at"]).date()
                 text += f"{day} user: {cut_middle(row['query'], 500)}\n"
                 text += f"{day} assistant: {cut_middle(row['response'], 500)}\n"
         return text or "Nothing relevant was said in past conversations."
@@ -693,7 +684,7 @@ class Learner:
                 async with self.memory.locks.held(f"{folder}/learn"), self.free_slots:
                     more = await self.learn_next(folder)
                 delay = self.settings.retry_delay
-            except (NoAnswer, OSError) as error:
+            except OSError as error:  # also the ConnectionError of `ask`
                 self.memory.degraded.setdefault("learning", now())
                 log.warning("learning waits %g s: %r", delay, error.__cause__ or error)
                 await asyncio.sleep(delay)
@@ -724,23 +715,21 @@ class Learner:
 
         Each failure cuts a turn shorter. After three, the turn counts as learned.
         """
-        folder, max_facts = user.folder.name, self.settings.max_facts
+        first, folder = batch[0]["source"], user.folder.name
         try:
             operations = await self.ask_operations(user, record, batch)
-            return await user.apply(operations, batch, max_facts)
-        except (NoAnswer, NotFound, OSError):
+            return await user.apply(operations, batch)
+        except (NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
-            first = batch[0]["source"]
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update((folder, turn["source"]) for turn in batch)
         if self.failures[folder, first] < 3:
             return await user.read()
-        left = await user.apply([], batch, max_facts)
         log.error("turn %s is given up: it counts as learned", first)
         self.memory.given_up += 1
-        return left
+        return await user.apply([], batch)
 
     def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
@@ -765,10 +754,9 @@ class Learner:
         proposed = await self.ask([*prompt, request], schema, "operations", list)
         in_thread = self.memory.locks.in_thread
         passed, dropped = await in_thread(check_operations, proposed, shown, batch)
-        facts = {fact["id"]: fact for fact in shown}
         operations = []
         for operation in passed:
-            confirmed = await self.confirm_change(operation, facts.get(operation.id))
+            confirmed = await self.confirm_change(operation)
             operations += confirmed
             if not confirmed:
                 dropped.append("still true")
@@ -790,32 +778,30 @@ class Learner:
         nearest = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
         return fit_budget(nearest, budget)
 
-    async def confirm_change(
-        self, operation: "Operation", fact: Fact | None
-    ) -> list["Operation"]:
+    async def confirm_change(self, operation: "Operation") -> list["Operation"]:
         """Return what becomes of a change of a fact. An empty list drops it.
 
         A clear change passes. Otherwise the model is asked what is still true:
 
             nothing             the change passes
             a part of the fact  the fact becomes this part, see `is_rest`
-            anything else       the fact stays; a delete that shares a word passes
+            anything else       the fact stays, unless a delete shares a word with it
 
-        In the last two cases, an update's text is added, unless it is invented.
+        If an update does not pass, its text becomes a new fact, unless it is invented.
         """
-        if not fact or is_clear(operation, fact["text"]):
+        op, fact, query = operation.op, operation.fact, operation.turn["query"]
+        if not fact or is_clear(op, fact["text"], operation.text, query):
             return [operation]
-        text, query = fact["text"], operation.query
-        still_true = await self.still_true(text, query)
+        still_true = await self.still_true(fact["text"], query)
         if still_true is None:
             return [operation]
         added = []
-        if operation.op == "update" and not is_invented(operation.text, query):
-            added = [operation._replace(op="add", id="")]
-        if is_rest(still_true, text, query):
+        if op == "update" and not is_invented(operation.text, query):
+            added = [operation._replace(op="add", fact=None)]
+        if is_rest(still_true, fact["text"], query):
             rest = operation._replace(op="update", text=still_true, kind=fact["kind"])
             return [rest._replace(importance=fact["importance"]), *added]
-        if operation.op == "delete" and share_word(text, query):
+        if op == "delete" and share_word(fact["text"], query):
             return [operation]
         return added
 
@@ -837,7 +823,7 @@ class Learner:
             try:
                 while await self.summarize(user, session_id):
                     pass
-            except (NotFound, NoAnswer, RequestRefused) as error:
+            except (NotFound, ConnectionError, RequestRefused) as error:
                 # It is tried again after the next turn.
                 log.warning("no summary: %r", error)
 
@@ -849,7 +835,8 @@ class Learner:
         old: list[Any] = transcript.verbatim()[:-keep][: 2 * keep]
         if len(old) <= keep:
             return False
-        max_bytes = self.memory.limits().context_tokens // 2  # 3 a token: a sixth of it
+        # At 3 bytes a token: a sixth of the context for the turns, and for the summary.
+        max_bytes = self.memory.limits().context_tokens // 2
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
         turns = [{n: cut_redacted(row[n], size) for n in parts} for row in old]
@@ -862,13 +849,18 @@ class Learner:
     async def ask(
         self, messages: list[Message], schema: Json, key: str, expected_type: Any
     ) -> Any:
-        """Return one field of the JSON that the model answers."""
+        """Return one field of the JSON that the model answers.
+
+        Raises:
+            ConnectionError: There is no answer. Ask again later.
+            RequestRefused: Ask for less.
+        """
         try:
             text = await self.complete(messages, schema)
         except RequestRefused:
             raise
         except Exception as error:  # whatever kept the endpoint from answering
-            raise NoAnswer from error
+            raise ConnectionError("the model gave no answer") from error
         answer = parse_answer(text, key, expected_type)
         self.memory.degraded.pop("learning", None)
         return answer
@@ -973,7 +965,7 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
         is_echo = alphanumerics(response) == alphanumerics(query)
         if is_echo or re.match(r"\s*(```\w*)?\s*[{\[]", response):
             response = ""
-        at = local_time(row["ended_at"])
+        at = local_time(row["ended_at"]).isoformat(timespec="minutes")
         turns.append({"at": at, "query": query, "response": response})
     shown = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
     today = turns[-1]["at"][:10]
@@ -1036,13 +1028,11 @@ class Operation(NamedTuple):
     """One change of the facts that has passed the checks."""
 
     op: str  # add, update or delete
-    id: str  # of the fact that is updated or deleted; "" for add
+    fact: Any  # the Fact that is updated or deleted; None for add
     text: str  # the new fact; "" for delete
     kind: str
     importance: float
-    source: str  # session_id/turn
-    at: str
-    query: str  # what the user said
+    turn: Json  # its source, ended_at and query: where the user said it
 
 
 def check_operations(
@@ -1057,13 +1047,13 @@ def check_operations(
     checked = [check_operation(row, facts, batch) for row in rows]
     dropped = [rule for rule in checked if isinstance(rule, str) and rule]
     passed = [operation for operation in checked if isinstance(operation, Operation)]
-    # If several operations concern one fact, the last wins. An update comes after a
-    # delete of its turn, because weak models write both for "I left Shell for Total".
-    passed.sort(key=lambda operation: (operation.at, operation.op != "delete"))
-    # Keyed by fact, so later ones replace earlier. An add has no fact: its key is n.
-    last = {operation.id or n: operation for n, operation in enumerate(passed)}
-    # Changes first, because a fact that is added may be the one that was deleted.
-    return sorted(last.values(), key=lambda operation: operation.op == "add"), dropped
+    # Of several operations on one fact, the last wins: the newest, and of one turn an
+    # update, because weak models also write a delete for "I left Shell for Total".
+    passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
+    # An add concerns no known fact, so its number is its key.
+    by_fact = {one.fact["id"] if one.fact else n: one for n, one in enumerate(passed)}
+    # Adds come last, because what is added may be what was deleted.
+    return sorted(by_fact.values(), key=lambda one: one.op == "add"), dropped
 
 
 def check_operation(
@@ -1088,26 +1078,19 @@ def check_operation(
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     given = row.get("importance")  # NaN stays NaN
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
-    id = fact["id"] if fact else ""
-    source, at, query = turn["source"], turn["ended_at"], turn["query"]
-    operation = Operation(op, id, text, kind, importance, source, at, query)
-    return broken_rule(operation, fact) or operation
-
-
-def broken_rule(operation: Operation, fact: Fact | None) -> str:
-    """Return the name of the rule that an operation breaks, or an empty one."""
-    op, text = operation.op, operation.text
     if op == "delete":
-        return "" if fact else "unknown fact"
-    if op not in ("add", "update"):
-        return "operation"
-    if not operation.importance >= 0.2:  # this refuses NaN, too
-        return "importance"
-    if op == "add" and is_invented(text, operation.query):
-        return "invented"  # for an update, the model is asked what is still true
-    if fact and op == "update" and text == fact["text"]:
-        return "unchanged"
-    return forbidden(text)
+        rule = "" if fact else "unknown fact"
+    elif op not in ("add", "update"):
+        rule = "operation"
+    elif not importance >= 0.2:  # this refuses NaN, too
+        rule = "importance"
+    elif op == "add" and is_invented(text, turn["query"]):
+        rule = "invented"  # for an update, the model is asked what is still true
+    elif fact and text == fact["text"]:
+        rule = "unchanged"
+    else:
+        rule = forbidden(text)
+    return rule or Operation(op, fact, text, kind, importance, turn)
 
 
 def is_said(evidence: str, query: str) -> bool:
@@ -1124,14 +1107,13 @@ def is_invented(text: str, query: str) -> bool:
     return not share_word(text, query) and script(text) == script(query)
 
 
-def is_clear(operation: Operation, fact: str) -> bool:
+def is_clear(op: str, fact: str, text: str, query: str) -> bool:
     """Tell whether a change surely means this fact, so that nobody need be asked.
 
     A delete does if the user named every word of the fact. An update does if the fact
     shares a word with the message or the new text, and the new text is not invented.
     """
-    text, query = operation.text, operation.query
-    if operation.op == "delete":
+    if op == "delete":
         said = word_set(query)
         return all(any_alike([word], said) for word in word_set(fact))
     meant = share_word(fact, query) or share_word(fact, text)
@@ -1196,14 +1178,19 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Let Mem0 add, update or delete. If a fact is said again, only count it."""
-        id, text = operation.id, operation.text
+        text, source, at = (
+            operation.text,
+            operation.turn["source"],
+            operation.turn["ended_at"],
+        )
+        id = operation.fact["id"] if operation.fact else ""
         new: Json = {"kind": operation.kind, "importance": operation.importance}
-        new |= {"source": operation.source, "last_seen_at": operation.at}
+        new |= {"source": source, "last_seen_at": at}
         twin = find_duplicate(self.record.facts, text)  # none for a delete: no text
         if twin and twin["id"] != id:
-            if twin["source"] != operation.source:  # in the same turn it counts once
+            if twin["source"] != source:  # in the same turn it counts once
                 # Not through Mem0, because that would be a row of history.
-                seen = max(twin["last_seen_at"], operation.at)
+                seen = max(twin["last_seen_at"], at)
                 again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
                 self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":
@@ -1213,7 +1200,7 @@ class FactStore:
         elif operation.op == "update":
             self.mem0.update(id, text, metadata=new)
         else:
-            new |= {"frequency": 1, "created_at": operation.at}
+            new |= {"frequency": 1, "created_at": at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def evict(self, max_facts: int) -> None:
@@ -1291,8 +1278,9 @@ ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
 MIN_BEST_SHARE = 0.59  # of `chance`, for the best entry, or nothing is found
 MIN_SHARE = 0.3  # of `chance`, for every entry
 FEW = 8  # entries; the cosines of fewer have no distribution
-COUNT_WORDS = "1"  # SQL: each word of the query that an entry holds counts one
-BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # or weighted: text, before, after, day
+# SQL: what one word of the query adds to an entry that holds it, strict or loose
+ONE_EACH = "1"
+BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # weights of text, before, after, day
 
 
 class Entry(NamedTuple):
@@ -1302,7 +1290,7 @@ class Entry(NamedTuple):
     text: str
     before: str  # the message before
     after: str
-    day: str  # in words
+    day: str  # in words, such as 7 May 2023
 
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
@@ -1313,7 +1301,8 @@ def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     entries = []
     for (row, text), before, after in zip(said, around, around[2:]):
         key = f"{session_id}/{row['turn']}"
-        entries.append(Entry(key, text, before, after, long_date(row["ended_at"])))
+        day = f"{local_time(row['ended_at']):%-d %B %Y}"
+        entries.append(Entry(key, text, before, after, day))
     return entries
 
 
@@ -1351,14 +1340,16 @@ class Index:
         rows = ([*map(spaced, entry[1:])] for entry in self.entries)
         self.word_index.executemany(insert, rows)
         numbered = {n: vectors[id] for n, id in enumerate(entries) if id in vectors}
-        self.spread = 0.0  # of the cosines; 0: too few vectors to compare
+        self.spread = 0.0  # deviation of the cosines; 0: too few vectors to compare
         if len(numbered) < 3:
             return
         self.vector_index = flat_index(numbered)
-        # Sorted, or the sample would depend on the order of the entries.
+        # At most 150 vectors. Sorted by their first number, so that the sample does
+        # not depend on the order of the entries.
         ordered = sorted(numbered.values(), key=lambda vector: vector[0])
         sample = np.stack(ordered[:: len(ordered) // 150 + 1])
-        # Half of the mean is subtracted, so entries that are near to everything sink.
+        # Some entries are near to every query. Half of the mean vector is taken off
+        # each query, so that they sink.
         self.shift = sample.mean(axis=0) / 2
         # Not a matrix product, because that wakes threads.
         cosines = np.einsum("id,jd->ij", sample, sample - self.shift)
@@ -1372,7 +1363,7 @@ class Index:
         size, terms = len(self.entries), query_terms(query)
         chance = math.sqrt(2 * math.log(max(2, size)))
         meaning = self.meaning_scores(vector)
-        words = self.word_scores(terms, COUNT_WORDS if strict else BM25)
+        words = self.word_scores(terms, ONE_EACH if strict else BM25)
         if strict:
             # One word of several says little, so the share is squared. Without vectors
             # it is not, because then words are all there is.
@@ -1400,7 +1391,7 @@ class Index:
         return meaning
 
     def word_scores(self, terms: list[str], score: str) -> np.ndarray:
-        """Return the sum of a score over the terms that each entry holds."""
+        """Return for each entry the sum of an SQL score over the terms it holds."""
         words = np.zeros(len(self.entries))
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
         for term in terms:
@@ -1672,14 +1663,15 @@ class AtomicStorage(Storage):
 class UserFiles:
     """Everything about one user: facts, transcripts and vectors, in one folder.
 
-    All methods run in a thread, under the user's lock. Other code uses `User`. The
-    order of writes makes a crash harmless: a marker before its turn; facts and what is
-    learned at once; vectors after facts. A deletion goes the other way.
+    These methods block, and take no lock: only the `@locked` methods of `User` call
+    them. The order of writes makes a crash harmless: a marker before its turn; facts
+    and what is learned at once; vectors after facts. A deletion goes the other way.
     """
 
     folder: Path
-    embedding_model: str  # that makes the vectors
     locks: "Locks"
+    embedding_model: str  # that makes the vectors
+    max_facts: int
 
     def load(self, record_id: str = "") -> UserRecord:
         """Return the facts. If their file is missing or damaged, begin it again."""
@@ -1729,9 +1721,9 @@ class UserFiles:
 
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # If we are killed, the client deletes again, and must not get 404 while
-        # anything is left. So vectors go first, and what the 404 depends on goes last:
-        # a session's marker (sorted after its .json), and the record.
+        # If we are killed here, the client repeats the DELETE, and must not get 404
+        # while data is left. So what decides the 404 goes last: a session's marker
+        # (sorted after its .json), or the fact's row in the record.
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1745,7 +1737,7 @@ class UserFiles:
         entries = []
         if vector_file == FACT_VECTORS:
             for id, fact in self.load().facts.items():
-                day = long_date(fact["created_at"])
+                day = f"{local_time(fact['created_at']):%-d %B %Y}"
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
             for id in self.session_ids():
@@ -1760,8 +1752,8 @@ class UserFiles:
     def write_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         vectors, entries = self.vectors(vector_file) | new, self.entries(vector_file)
-        # A model may be replaced under its old name. Only vectors of the newest one's
-        # size can be compared.
+        # A server may exchange the model behind a name. The newest vector, which is
+        # the last, has the size that counts now.
         size = len(next(reversed(vectors.values()), []))
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
@@ -1783,7 +1775,9 @@ def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
 
 
 class User(UserFiles):
-    """The operations on a user's files. Each method is one transaction.
+    """The operations on a user's files, for all other code. Each is one transaction.
+
+    None calls another, because that would wait for its own lock.
 
     Raises:
         NotFound: The user, session or fact does not exist.
@@ -1833,11 +1827,7 @@ class User(UserFiles):
 
     @locked
     def apply(
-        self,
-        operations: list[Operation],
-        batch: UnlearnedTurns,
-        max_facts: int,
-        record_id: str = "",
+        self, operations: list[Operation], batch: UnlearnedTurns, record_id: str = ""
     ) -> tuple[UserRecord, UnlearnedTurns]:
         """In one write, change facts and mark turns as learned. Return like `read`.
 
@@ -1846,7 +1836,7 @@ class User(UserFiles):
         """
         record = self.load(record_id)
         unlearned = self.unlearned_turns(record)
-        ids = {operation.id for operation in operations} - {""}
+        ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
         if is_late or not ids <= record.facts.keys():
             return record, unlearned
@@ -1855,7 +1845,7 @@ class User(UserFiles):
             store.apply(operation)
         for turn in batch:
             record.learned[turn["session_id"]] = turn["turn"]
-        store.evict(max_facts)
+        store.evict(self.max_facts)
         self.write(record)
         return record, self.unlearned_turns(record)
 
@@ -1881,8 +1871,11 @@ class User(UserFiles):
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
         texts = {row["new_memory"] or row["old_memory"] for row in rows}
-        others = [row for row in record.history if row["old_memory"] not in texts]
-        record.history = [row for row in others if row["new_memory"] not in texts]
+        record.history = [
+            row
+            for row in record.history
+            if texts.isdisjoint((row["old_memory"], row["new_memory"]))
+        ]
         record.facts.pop(fact_id, None)
         self.delete_files(FACT_VECTORS, "*memory.json.*", record)
 
@@ -2117,20 +2110,16 @@ class Locks:
         offset = int.from_bytes(digest[:8]) >> 2  # 62 bits: a place in a file
         async with self.local.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
-            while not self.try_lock(offset):
+            while True:
+                with suppress(BlockingIOError, PermissionError):  # another has it
+                    fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+                    break
                 await asyncio.sleep(pause)
                 pause = min(0.02, pause * 2)
             try:
                 yield
             finally:
                 fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
-
-    def try_lock(self, offset: int) -> bool:
-        """Lock one byte; tell whether nobody else had it."""
-        with suppress(BlockingIOError, PermissionError):  # EAGAIN, EACCES
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-            return True
-        return False
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and wait for its end even if cancelled."""

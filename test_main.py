@@ -688,12 +688,12 @@ def test_a_turn_beyond_the_limit_is_refused_and_told_when_to_retry(start, model)
 
 def read_stream(parts):
     """Feed an answer to a parser and return its calls, text and thinking."""
-    parser, said = main.ReplyParser(), []
+    parser, events = main.ReplyParser(), []
     for part in parts:
-        said += parser.feed(json.loads(chunk(part).removeprefix("data: ")))
-    said += parser.finish()
-    answer = "".join(what for kind, what in said if kind == "token")
-    thinking = "".join(what for kind, what in said if kind == "thinking")
+        events += parser.feed(json.loads(chunk(part).removeprefix("data: ")))
+    events += parser.finish()
+    answer = "".join(event["text"] for event in of_type("token", events))
+    thinking = "".join(event["text"] for event in of_type("thinking", events))
     return parser.calls, answer, thinking
 
 
@@ -2017,11 +2017,11 @@ async def test_vectors_that_are_damaged_are_made_again(learner, tmp_path):
     assert len(file.read_bytes()) == len(whole)
 
 
-async def test_vectors_that_cannot_be_written_degrade_storage(learner, tmp_path):
+async def test_vectors_that_cannot_be_written_degrade_embeddings(learner, tmp_path):
     (tmp_path / "ann" / ".turns.faiss.tmp").mkdir(parents=True)  # in their way
     async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
         await say_and_learn(opened, "I ski")
-        assert opened.degraded.keys() == {"storage"}
+        assert opened.degraded.keys() == {"embeddings"}
 
 
 async def test_another_embedding_model_makes_all_vectors_again(learner, tmp_path):

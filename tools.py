@@ -24,7 +24,8 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
-THREADS = ThreadPoolExecutor(64, "tool")  # asyncio's own pool also looks up host names
+# Not asyncio's own pool, because it also looks up host names, and tools may hang.
+THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
 
@@ -69,9 +70,10 @@ async def call_tool(
             text = json.dumps(result, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:  # a tool is other people's code
         ok, text = False, f"Error: {str(error) or type(error).__name__}"
-        if limit.expired():  # else a TimeoutError is the tool's own
+        if limit.expired():  # any other TimeoutError is the tool's own
             text = f"Error: {name} took longer than {timeout:g} s."
-        # An error in the arguments is titled "call[…]". Any other is the tool's own.
+        # Pydantic titles an error in the arguments "call[…]". Any other was raised
+        # inside the tool.
         elif isinstance(error, ValidationError) and error.title.startswith("call["):
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             text = f"Error: {name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
@@ -100,7 +102,7 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
     {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
     {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
     {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
-    {"K": 9, "C": 9, "F": 5},  # in ninths of a kelvin: a step of 1 °F is 5/9 K
+    {"K": 9, "C": 9, "F": 5},  # ninths of a kelvin are whole: 1 °F is 5/9 K
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
@@ -113,7 +115,7 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
+    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi 15% of 80."""
     text = expression.lower().replace("^", "**")
     # 1,234 is 1234, except in a call, where commas separate arguments.
     if not re.search(r"[a-z]\w* ?\(", text):
