@@ -1155,14 +1155,6 @@ async def models(service: TheService) -> Json:
     return {"object": "list", "data": [row | {"created": 0, "owned_by": "chat"}]}
 
 
-@router.get("/v1/models/{id:path}")
-async def model(id: str, service: TheService) -> Json:
-    [row] = (await models(service))["data"]
-    if id != row["id"]:
-        raise HTTPException(404, f"The only model is {row['id']}.")
-    return row
-
-
 @router.post("/v1/chat/completions")
 async def completions(
     request: Request, body: CompletionRequest, service: TheService

@@ -3,7 +3,8 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes can be made again from them. A turn is saved before its
 answer is complete. The memory learns from it later, in the background. To copy this
-file, install "mem0ai>=2.2,<2.3", faiss-cpu and tinydb. It needs Linux or macOS (fcntl).
+file, install "mem0ai>=2.2,<2.3" (it brings pydantic and numpy), faiss-cpu and tinydb.
+It needs Linux or macOS (fcntl).
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -16,13 +17,14 @@ the functions for files, and Locks are the way to the disk.
         return '{"operations": []}'
 
     async def main():
-        memory = Memory("data", complete)
-        await memory.open()
+        async with Memory("data", complete) as memory:
+            await chat(memory, "What tools do I use?")
+
+    async def chat(memory, query):
         async with memory.turn("Ann", "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b") as turn:
-            hints = await turn.hints("What tools do I use?")
+            hints = await turn.hints(query)
             prompt = turn.fit_context("You are helpful.", hints, limit=6000)  # tokens
-            await turn.save("What tools do I use?", "Shram and Magnet.")
-        await memory.close()
+            await turn.save(query, "Shram and Magnet.")
 
     asyncio.run(main())
 """
@@ -52,7 +54,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self, TypeVar
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -244,6 +246,13 @@ class Memory:
         """Stop learning. What is not learned waits on disk for the next start."""
         await self.learner.stop()
         self.locks.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def idle(self) -> None:
         """Wait until all is learned and embedded: forever if the model is down."""

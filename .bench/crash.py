@@ -93,10 +93,8 @@ async def opened(folder: Path, complete: Any = common.complete) -> AsyncIterator
     more = {"settings": memory.Settings(history_turns=2, **delays)}
     # Learning sees all facts.
     more["limits"] = lambda: memory.Limits(1 << 18, "scripted")
-    users = memory.Memory(folder, complete, common.embed, **more)
-    await users.open()
-    yield users
-    await users.close()
+    async with memory.Memory(folder, complete, common.embed, **more) as users:
+        yield users
 
 
 async def say(users: memory.Memory, user: str, session: str, query: str) -> None:
