@@ -512,7 +512,7 @@ class Turn:
         summary = self.transcript.summary
         turns = [exchange(row["query"], row["response"]) for row in self.replayed]
         sizes = [prompt_tokens(turn) for turn in turns]
-        block = self.memory.settings.history_turns
+        block_size = self.memory.settings.history_turns
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
@@ -520,7 +520,7 @@ class Turn:
             if prompt_tokens([first, last]) + sum(sizes) <= limit:
                 return [first, *itertools.chain(*turns), last]
             if len(turns) > 2:
-                dropped = min(block, len(turns) - 2)
+                dropped = min(block_size, len(turns) - 2)
                 turns, sizes = turns[dropped:], sizes[dropped:]
             elif hints.facts:
                 hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
@@ -976,9 +976,9 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
             response = ""
         at = local_time(row["ended_at"]).isoformat(timespec="minutes")
         turns.append({"at": at, "query": query, "response": response})
-    shown = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
+    numbered = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
     today = turns[-1]["at"][:10]
-    return as_message("user", {"today": today, "facts": shown, "turns": turns})
+    return as_message("user", {"today": today, "facts": numbered, "turns": turns})
 
 
 @functools.lru_cache(maxsize=16)
@@ -1950,8 +1950,8 @@ class User(UserFiles):
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
         index = fact_index(self, *map(file_version, paths))
         hits = index.search(query, vector, len(facts), strict)
-        shown = [(score, id) for score, id in hits if not has_faded(facts[id])]
-        return [{**facts[id], "score": score} for score, id in shown[:k]]
+        fresh = [(score, id) for score, id in hits if not has_faded(facts[id])]
+        return [{**facts[id], "score": score} for score, id in fresh[:k]]
 
     @locked
     def search_turns(
@@ -1960,14 +1960,14 @@ class User(UserFiles):
         """Return k past turns with their sessions and the turns before and after."""
         index = Index(self.entries(TURN_VECTORS), self.vectors(TURN_VECTORS))
         exchanges = []
-        shown = set[str]()
+        found = set[str]()  # turns, by their keys
         for _, key in index.search(query, vector, 4 * k, strict=False):
             session_id, number = key.split("/")
-            if key not in shown:
+            if key not in found:
                 place = int(number) - 1  # in the list
                 turns = self.transcript(session_id).turns[max(0, place - 1) : place + 2]
                 exchanges.append((session_id, turns))
-                shown |= {f"{session_id}/{row['turn']}" for row in turns}
+                found |= {f"{session_id}/{row['turn']}" for row in turns}
         return exchanges[:k]
 
 
