@@ -98,7 +98,7 @@ class Settings:
     embedding_document_prefix: str = ""  # what it wants before a document
     learn_delay: Seconds = 0.1  # after a turn, because the next may follow
     retry_delay: Seconds = 1.0  # after a failure, doubled up to 60
-    quiet: Seconds = 20.0  # without a new turn; then past turns are embedded
+    quiet: Seconds = 20.0  # without a new turn, before all is embedded
 
 
 class Limits(NamedTuple):
@@ -480,6 +480,7 @@ class Turn:
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
         fitting = fit_budget(facts, budget)
         if fitting == facts or not settings.hint_tokens:  # all fit, or none is wanted
+            # Nothing failed, but search would go without embeddings.
             degraded = [] if self.memory.embed else ["embeddings"]
             return Hints(fitting, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
@@ -549,8 +550,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before it is written, so that /health never says 0 while it waits. If
-        # the write fails, the learner's next run corrects the count.
+        # Counted before it is written, so that `pending` is never 0 while it waits. If
+        # the write fails, the learner's next count corrects it.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -794,9 +795,11 @@ class Learner:
 
             nothing             the change passes
             a part of the fact  the fact becomes this part, see `is_rest`
-            anything else       the fact stays, unless a delete shares a word with it
+            anything else       the fact stays, but a delete passes if the user said
+                                a word of the fact
 
-        If an update does not pass, its text becomes a new fact, unless it is invented.
+        In the last two cases, an update's text becomes a new fact, unless it is
+        invented.
         """
         op, fact, query = operation.op, operation.fact, operation.turn["query"]
         if not fact or is_clear(op, fact["text"], operation.text, query):
@@ -1085,13 +1088,13 @@ def check_operation(
     if op == "update" and not fact:
         op = "add"
     kind = "profile" if row.get("kind") == "profile" else "episodic"
-    given = row.get("importance")  # NaN stays NaN
+    given = row.get("importance")  # NaN stays NaN, and is refused below
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
     if op == "delete":
         rule = "" if fact else "unknown fact"
     elif op not in ("add", "update"):
         rule = "operation"
-    elif not importance >= 0.2:  # this refuses NaN, too
+    elif not importance >= 0.2:
         rule = "importance"
     elif op == "add" and is_invented(text, turn["query"]):
         rule = "invented"  # for an update, the model is asked what is still true
@@ -1336,7 +1339,8 @@ class Index:
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
     MIN_SHARE * chance and are at most `chance` behind the best. With fewer than FEW
-    entries, all with any evidence are found. `.bench/recall.py` has the figures.
+    entries, it finds all that have a vector or a word of the query, best first.
+    `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1381,7 +1385,7 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
             evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        kept = evidence != 0  # 0: neither a vector nor a word matches
+        kept = evidence != 0  # 0: neither a vector nor a word; negative evidence stays
         if strict and size >= FEW:
             best = evidence.max()
             kept &= evidence >= max(MIN_SHARE * chance, best - chance)
@@ -1731,8 +1735,8 @@ class UserFiles:
     def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
         # If we are killed here, the client repeats the DELETE, and must not get 404
-        # while data is left. So what decides the 404 goes last: a session's marker
-        # (sorted after its .json), or the fact's row in the record.
+        # while data is left. So what decides the 404 goes last: a session's last file
+        # (after its vectors), or the fact's row in the record.
         vectors = self.vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1939,7 +1943,7 @@ class User(UserFiles):
         vectors, entries = self.vectors(vector_file), self.entries(vector_file)
         return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
-    add_vectors = locked(UserFiles.write_vectors)
+    add_vectors = locked(UserFiles.write_vectors)  # the same, for other code
 
     @locked
     def search_facts(

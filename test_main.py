@@ -578,7 +578,7 @@ def test_with_memory_off_nothing_is_read_or_written(chat, model, tea):
 def test_an_answer_comes_in_events_and_ends_with_done(chat, model):
     model.answers = [reply("Hel", "lo.")]
     told, first, second, done = chat.ask("Hi!")
-    known = {"facts": [], "pending": 0, "degraded": ["embeddings"]}  # none are set
+    known = {"facts": [], "pending": 0, "degraded": ["embeddings"]}  # no model for them
     assert told == known | {"type": "memory"}
     assert first == {"type": "token", "round": 1, "text": "Hel"}
     assert second == {"type": "token", "round": 1, "text": "lo."}
@@ -1348,9 +1348,10 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, facts_left, status_ag
         for said in SPOKEN:
             chat.ask(said)
             chat.facts()
+        # In Monday's .json and in turns.faiss
         wait_until(lambda: len(files_with(chat.folder, *SPOKEN, "Of saffron.")) == 2)
         [id] = [row["id"] for row in chat.memories() if "saffron" in row["text"]]
-        for file in list((chat.folder / "ann").iterdir()):  # as crashes and damage do
+        for file in list(chat.folder.glob("ann/[!.]*")):  # as crashes and damage do
             shutil.copy(file, file.with_name(f".{file.name}.tmp"))
             shutil.copy(file, file.with_name(f"{file.name}.corrupt-17"))
         path = "/users/ann" + path.format(id=id)
@@ -2136,8 +2137,7 @@ async def test_the_model_finds_past_conversations_with_their_neighbours(opened):
         found = await turn.search_conversations("plumber Enzo", k=1)
     assert MONDAY in found
     assert re.search(r"\d{4}-\d\d-\d\d user: The plumber is Enzo Ferri\n", found)
-    assert "Hello there" in found
-    assert "Come on Tuesday" in found
+    assert "Hello there" in found and "Come on Tuesday" in found
     assert "number" not in found
 
 

@@ -69,16 +69,16 @@ async def call_tool(
         if not isinstance(result, str):
             text = json.dumps(result, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:  # a tool is other people's code
-        ok, text = False, f"Error: {str(error) or type(error).__name__}"
+        reason = str(error) or type(error).__name__
         if limit.expired():  # any other TimeoutError is the tool's own
-            text = f"Error: {name} took longer than {timeout:g} s."
-        # Pydantic titles an error in the arguments "call[…]". Any other was raised
-        # inside the tool.
+            reason = f"{name} took longer than {timeout:g} s."
         elif isinstance(error, ValidationError) and error.title.startswith("call["):
+            # Pydantic gives only errors in the arguments such a title.
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
-            text = f"Error: {name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
+            reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
             log.exception("Tool %s failed", name)
+        ok, text = False, f"Error: {reason}"
     content = text.encode(errors="replace")  # JSON cannot carry lone surrogates
     if len(content) > 8_000:  # about 2,000 tokens
         mark = b"\n[cut at 8,000 bytes]"
