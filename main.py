@@ -652,11 +652,9 @@ class ReplyParser:
         that call's.
         """
         fields = piece | (piece.get("function") or {})
-        given = {"index": "", "id": "", "name": ""}
-        for key in given:
-            if fields.get(key) is not None:
-                given[key] = str(fields[key]).strip()
-        index, id = given["index"], given["id"]
+        values = [fields.get(key) for key in ("index", "id", "name")]
+        index, id, name = ("" if v is None else str(v).strip() for v in values)
+        given = {"index": index, "id": id, "name": name}
         same_index = [call for call in self.calls if index and call["index"] == index]
         same_id = [call for call in self.calls if id and call["id"] == id]
         all_calls = [] if index and id else self.calls
@@ -665,7 +663,7 @@ class ReplyParser:
             value and call.get(key) and value != call[key]
             for key, value in given.items()
         )
-        if not call or (given["name"] and differs):
+        if not call or (name and differs):
             call = given | {"arguments": "", "unknown": {}}
             self.calls.append(call)
         for key, value in given.items():

@@ -582,16 +582,14 @@ class Turn:
         said = word_set(self.message).union(*(word_set(row["query"]) for row in rows))
         source = f"{self.session_id}/{self.number}"
         turn = {"source": source, "ended_at": now(), "query": self.message}
-        verdicts: list[Json] = []
+        verdicts, operations = [], []
         for text in map(one_line, items[:20]):
             rule = forbidden(text)
             if not rule and not any_alike(word_set(text), said):
                 rule = "the user did not say it"
+            if not rule:
+                operations.append(Operation("add", None, text, "profile", 0.5, turn))
             verdicts.append({"item": text, "accepted": not rule, "reason": rule})
-        accepted = [row["item"] for row in verdicts if row["accepted"]]
-        operations = [
-            Operation("add", None, text, "profile", 0.5, turn) for text in accepted
-        ]
         await self.user.apply(operations, [], self.record.id)
         return verdicts
 
@@ -1190,11 +1188,8 @@ class FactStore:
 
     def apply(self, operation: Operation) -> None:
         """Let Mem0 add, update or delete. If a fact is said again, only count it."""
-        text, source, at = (
-            operation.text,
-            operation.turn["source"],
-            operation.turn["ended_at"],
-        )
+        text, turn = operation.text, operation.turn
+        source, at = turn["source"], turn["ended_at"]
         id = operation.fact["id"] if operation.fact else ""
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": source, "last_seen_at": at}

@@ -106,7 +106,6 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
-
 FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
 FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
 FUNCTIONS |= {ast.UAdd: pos, ast.USub: neg}
@@ -115,7 +114,7 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi 15% of 80."""
+    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = expression.lower().replace("^", "**")
     # 1,234 is 1234, except in a call, where commas separate arguments.
     if not re.search(r"[a-z]\w* ?\(", text):
