@@ -206,7 +206,10 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 
 
 class EventStream:
-    """The events of one turn, between its task and its client. README lists them."""
+    """The events of one turn, between its task and its client.
+
+    The README lists them, except `passed_on`: what a reply holds besides, for /v1.
+    """
 
     task: asyncio.Task[None]  # of the turn; `Service.begin` sets it
     failure: Failure  # what the event `error` reports; `fail` sets it
@@ -290,7 +293,7 @@ class AgentRun:
         try:
             if session_id:
                 async with self.service.memory.turn(user_id, session_id) as turn:
-                    await self.run_saved(turn)
+                    await self.answer_and_save(turn)
             else:
                 await self.answer_query(None)
             await self.events.emit("done", response=self.reply.text, **self.done)
@@ -306,7 +309,7 @@ class AgentRun:
             log.exception("a turn of session %r failed by our fault", session_id)
             await self.events.fail(Failure("internal"))
 
-    async def run_saved(self, turn: memory.Turn) -> None:
+    async def answer_and_save(self, turn: memory.Turn) -> None:
         """Answer the message, and save the turn even if that fails."""
         status = "interrupted"
         row: Json = {"started_at": memory.now(), "tools": self.tool_rows}
@@ -360,6 +363,7 @@ class AgentRun:
             await chat.list_models()
         limit = self.service.context(chat.model) * 3 // 4
         limit -= memory.count_tokens(json.dumps(self.body | self.request.options))
+        # On /v1, or with memory off, the request brings all messages itself.
         if not turn or self.request.history:
             block = hints.block() if turn else ""
             return fit_history(self.request.history, block, limit)
@@ -382,17 +386,16 @@ class AgentRun:
             if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
                 tool_choice = None
-                continue
-            # This is the answer, or it was cut before its first word.
-            if self.reply.text or done["finish_reason"] != "stop":
-                break
-            if tool_choice == "none":
+            elif self.reply.text or done["finish_reason"] != "stop":
+                break  # an answer; or none, because it was cut (`length`)
+            elif tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
                 break
-            tool_choice = "none"  # ask once more, without tools
-        was_last = number == max_rounds and max_rounds > 1
-        if was_last and done["finish_reason"] == "stop":
+            else:
+                tool_choice = "none"  # ask once more, without tools
+        # If only one round is allowed, its end is an ordinary "stop".
+        if number == max_rounds > 1 and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
@@ -412,15 +415,18 @@ class AgentRun:
                 raise
         await self.emit_all(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
+        calls = [] if tool_choice == "none" else reply.calls
         done["finish_reason"] = reply.finish_reason
-        if not reply.calls or tool_choice == "none":
+        if reply.finish_reason in ("stop", "tool_calls", "function_call"):
+            done["finish_reason"] = (
+                "tool_calls" if calls else "stop"
+            )  # servers mix them
+        if not calls:
             return []
-        if reply.finish_reason == "stop":  # of `finish`, or of an odd server
-            done["finish_reason"] = "tool_calls"
-        renew_ids(reply.calls, self.body["messages"])
+        renew_ids(calls, self.body["messages"])
         # With all its fields, because DeepSeek and Kimi require their reasoning back.
-        self.body["messages"].append(reply.message(reply.calls))
-        return reply.calls
+        self.body["messages"].append(reply.message(calls))
+        return calls
 
     async def emit_all(self, events: Iterable[Json]) -> None:
         for event in events:
@@ -492,7 +498,8 @@ def text_of(message: Json, between: str = "\n") -> str:
 def fit_history(history: list[Message], block: str, limit: int) -> list[Message]:
     """Return a client's messages, with our prompt and hints, within `limit` tokens.
 
-    Drop hints first, then the oldest messages, but no system or last user message.
+    Drop hints first, then the oldest messages, but never a system message or the last
+    user message.
     """
     system = ("system", "developer")
     rules = [text_of(message) for message in history if message["role"] in system]
@@ -503,7 +510,8 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     excess = tokens_in(prompt + rest) - limit
     if block and excess + memory.count_tokens(block) <= 0:
         rest[last] = with_hints(rest[last], block)
-    # A group is dropped whole: a question with its answer, a call with its results.
+    # A group is dropped whole: a question with its answer, a call with its results. One
+    # begins at each user message, and behind the last one at each assistant message.
     groups: list[list[Message]] = []
     for n, message in enumerate(rest):
         first_role = "user" if n < last else "assistant"
@@ -599,7 +607,7 @@ class ReplyParser:
                 self.thinking, self.has_thought = False, True
             elif part and self.thinking:
                 yield {"type": "thinking", "text": part}
-            elif shown := part if self.text else part.lstrip():
+            elif shown := (part if self.text else part.lstrip()):  # no blank beginning
                 self.text += shown
                 yield {"type": "token", "text": shown}
 
@@ -613,8 +621,6 @@ class ReplyParser:
         """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
-        if self.finish_reason in ("tool_calls", "function_call"):
-            self.finish_reason = "stop"  # `ask_model` knows whether calls will run
         yield from self.split_text(self.held, is_last=True)
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
@@ -628,7 +634,7 @@ class ReplyParser:
         self.calls, self.passed_on = mended([calls, self.passed_on])
 
     def whole_calls(self, call: Json) -> list[Json]:
-        """Return a call as the API has it, or two if their arguments were joined."""
+        """Return a call as the API has it; several if their arguments were joined."""
         whole = {"id": call["id"], "type": "function"} | call["unknown"]
         name = offered_name(call["name"], self.names)
         texts = json_texts(call["arguments"]) or [call["arguments"] or "{}"]
@@ -646,10 +652,14 @@ class ReplyParser:
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one.
 
-        A piece continues the last call of the same index; if there is none, the last
-        of the same id; if there is none and it lacks an index or an id, the last call
-        of all. A piece with a name begins another call if its index, id or name is not
-        that call's.
+        It belongs to the first of these that exists:
+
+            the last call with its index
+            the last call with its id
+            the last call, if the piece lacks an index or an id
+
+        If it has a name, and its index, id or name differs from that call's, it begins
+        another call.
         """
         fields = piece | (piece.get("function") or {})
         values = [fields.get(key) for key in ("index", "id", "name")]
@@ -657,8 +667,8 @@ class ReplyParser:
         given = {"index": index, "id": id, "name": name}
         same_index = [call for call in self.calls if index and call["index"] == index]
         same_id = [call for call in self.calls if id and call["id"] == id]
-        all_calls = [] if index and id else self.calls
-        call = (same_index or same_id or all_calls or [{}])[-1]
+        fallback = [] if index and id else self.calls
+        call = (same_index or same_id or fallback or [{}])[-1]
         differs = any(
             value and call.get(key) and value != call[key]
             for key, value in given.items()
@@ -671,7 +681,8 @@ class ReplyParser:
         arguments = fields.get("arguments") or fields.get("parameters") or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
-        if arguments != call["arguments"]:  # else the server sends them again
+        # Some servers send the whole arguments again. An equal part may be nesting.
+        if arguments != call["arguments"] or not json_texts(arguments):
             call["arguments"] += arguments
         # Gemini requires its `extra_content` back.
         call["unknown"] |= unknown_fields(piece)
@@ -748,12 +759,12 @@ def parse_arguments(text: str) -> Json | None:
 TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
 
 
-def with_extra(body: Json, extra: Json, own: Json) -> Json:
-    """Return a body with the settings' fields and, in their place, a client's own.
+def with_extra(body: Json, extra: Json, client_fields: Json) -> Json:
+    """Return a body with the settings' fields and then a client's, which win.
 
     A null in the settings removes the field, whoever set it.
     """
-    body = body | extra | own
+    body = body | extra | client_fields
     removed = [name for name, value in extra.items() if value is None]
     return {name: value for name, value in body.items() if name not in removed}
 
@@ -833,7 +844,7 @@ class Endpoint:
         return [(row["index"], row["relevance_score"]) for row in rows]
 
     async def list_models(self) -> None:
-        """List the models and their contexts, at most every 10 seconds."""
+        """List the models and their contexts, every 10 seconds (1 if it fails)."""
         async with self.listing:
             if time.monotonic() < self.may_list_at:
                 return
@@ -890,7 +901,7 @@ def failure_of(error: openai.APIError) -> Failure:
     code, status = "upstream_rejected", error.status_code
     if status == 408:
         code = "upstream_timeout"
-    elif status == 429 or status >= 500:  # also if it "took too long"
+    elif status == 429 or status >= 500:  # before TOO_LONG, as in "took too long"
         code = "upstream_unavailable"
     elif re.search(TOO_LONG, str(error.body).lower()):
         code = "context_too_long"
@@ -1007,8 +1018,8 @@ class Service:
             if failure.code == "context_too_long":
                 raise RequestRefused from failure
             if failure.upstream_status in (400, 413, 422) and messages != PROBE:
-                # If it refuses this too, which raises its Failure, it refuses a
-                # parameter, and learning waits. Otherwise it refuses the turn.
+                # Does it refuse the turn or a parameter? If it refuses the probe too,
+                # it is a parameter: this call raises a Failure, and learning waits.
                 await self.complete(PROBE, schema)
                 raise RequestRefused from failure
             raise
@@ -1134,14 +1145,14 @@ async def list_sessions(user: TheUser) -> Json:
 
 @router.get("/users/{user_id}/sessions/{session_id}")
 async def read_session(user: TheUser, session_id: UUID) -> Json:
-    session = await user.read_session(str(session_id))
+    session = await user.read_session(session_id)
     about = {"session_id": session_id, "summary": session.summary}
     return about | {"turns": session.turns}
 
 
 @router.delete("/users/{user_id}/sessions/{session_id}", status_code=204)
 async def delete_session(user: TheUser, session_id: UUID) -> None:
-    await user.delete_session(str(session_id))
+    await user.delete_session(session_id)
 
 
 @router.delete("/users/{user_id}", status_code=204)
@@ -1340,8 +1351,8 @@ async def on_error(request: Request, error: Any) -> Response:
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
-    # An invalid request is 400 at OpenAI, and 422 elsewhere, although FastAPI has 400
-    # for a body that it cannot read.
+    # FastAPI has 400 for a body that it cannot read, and 422 for wrong fields. /v1 has
+    # 400 for both, as OpenAI has; all other routes have 422.
     if status in (400, 422):
         status = 400 if on_v1 else 422
     content = openai_error(error) if on_v1 else {"detail": error.detail}

@@ -3,7 +3,7 @@
     offered = [schema(function) for function in TOOLS.values()]  # `tools` of a request
     ok, text = await call_tool(TOOLS, name, arguments, timeout=30)
 
-To copy this file, install pydantic.
+To copy this file, install pydantic. It needs Python 3.11.
 """
 
 import ast
@@ -102,7 +102,7 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
     {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
     {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
     {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
-    {"K": 9, "C": 9, "F": 5},  # ninths of a kelvin are whole: 1 °F is 5/9 K
+    {"K": 9, "C": 9, "F": 5},  # in ninths of a kelvin, because 5/9 is not exact
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
@@ -116,12 +116,12 @@ FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "ta
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = expression.lower().replace("^", "**")
-    # 1,234 is 1234, except in a call, where commas separate arguments.
+    # 1,234 is 1234, but not in a call (arguments), nor behind a point (1.234,567).
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
-    text = text.replace("% of", "% *")
-    # Before a number, name or parenthesis, % is a remainder: 7 % 4, 7 % -4. Elsewhere
-    # it is per cent: 15% is (15/100).
+    text = text.replace("% of", "% *")  # else "of" would be its right operand
+    # With a right operand, % is a remainder: 7 % 4, 7 % -4. Without one it is per cent:
+    # 15% is (15/100).
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
