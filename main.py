@@ -1331,8 +1331,6 @@ class KeyCheck:
 def route_path(path: str) -> str:
     """Return a path as the routes have it, because clients join base URLs oddly."""
     single = re.sub("//+", "/", path).rstrip("/")
-    if single in ("/chat/completions", "/models"):  # a base URL without /v1
-        return f"/v1{single}"
     return single if single.startswith("/v1/") else path
 
 

@@ -10,23 +10,14 @@ Memory, Turn and User are the interface. Learner, the prompts and the checks tur
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
 the functions for files, and Locks are the way to the disk.
 
-    import asyncio
-    from memory import Memory
-
     async def complete(messages, json_schema):  # ask your model for such JSON
         return '{"operations": []}'
 
-    async def main():
-        async with Memory("data", complete) as memory:
-            await chat(memory, "What tools do I use?")
-
-    async def chat(memory, query):
+    async with Memory("data", complete) as memory:
         async with memory.turn("Ann", "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b") as turn:
-            hints = await turn.hints(query)
+            hints = await turn.hints("What tools do I use?")
             prompt = turn.fit_context("You are helpful.", hints, limit=6000)  # tokens
-            await turn.save(query, "Shram and Magnet.")
-
-    asyncio.run(main())
+            await turn.save("What tools do I use?", "Shram and Magnet.")
 """
 
 import asyncio

@@ -1159,7 +1159,8 @@ def test_convert_units_returns_both_quantities_or_names_the_units():
 
 PAGE = (ROOT / "README.md").read_text()
 TOOL, LIBRARY = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE)
-DOCSTRING = "".join(re.findall(r"(?m)^    (.*\n)", memory.__doc__))  # its example
+EXAMPLE = "".join(re.findall(r"(?m)^    .*\n", memory.__doc__))  # in a coroutine
+RUN = f"import asyncio\nfrom memory import *\nasync def f():\n{EXAMPLE}asyncio.run(f())"
 
 
 def run_copied(code, folder, *modules):
@@ -1177,7 +1178,7 @@ def run_copied(code, folder, *modules):
     "module, code, printed",
     ("a tool of one's own", "tools", f"from tools import tool\n{TOOL}", ""),
     ("the library", "memory", LIBRARY, "'User likes tea.'"),
-    ("memory's docstring", "memory", DOCSTRING, ""),  # it prints nothing, but saves
+    ("memory's docstring", "memory", RUN, ""),  # it prints nothing, but saves
 )
 def test_an_example_runs_beside_one_copied_module(tmp_path, module, code, printed):
     assert printed in run_copied(code, tmp_path, module)
@@ -1344,7 +1345,6 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, facts_left, status_ag
         for said in SPOKEN:
             chat.ask(said)
             chat.facts()
-        # In Monday's .json and in turns.faiss
         wait_until(lambda: len(files_with(chat.folder, *SPOKEN, "Of saffron.")) == 2)
         [id] = [row["id"] for row in chat.memories() if "saffron" in row["text"]]
         for file in list(chat.folder.glob("ann/[!.]*")):  # as crashes and damage do
