@@ -70,8 +70,7 @@ Message = Json  # role and content, as in the Chat Completions API
 Vector = np.ndarray  # of float32, of length 1
 Vectors = dict[int, Vector]  # by `vector_id`
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# From messages and a json_schema to the model's text; from texts to a vector for each, a
-# list of numbers or an array; from a query, texts and k to positions and relevances.
+# What these three get and return, the docstring of Memory says.
 Complete = Callable[[list[Message], Json], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[Any]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
@@ -788,11 +787,9 @@ class Learner:
 
             nothing             the change passes
             a part of the fact  the fact becomes this part, see `is_rest`
-            anything else       the fact stays, but a delete passes if the user said
-                                a word of the fact
+            anything else       a delete passes if the user said a word of the fact
 
-        In the last two cases, an update's text becomes a new fact, unless it is
-        invented.
+        In the last two cases, an update's text is a new fact, unless it is invented.
         """
         op, fact, query = operation.op, operation.fact, operation.turn["query"]
         if not fact or is_clear(op, fact["text"], operation.text, query):
@@ -2081,8 +2078,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            # `parse_file` knows a new file by its mtime, and the kernel's may be 4 ms
-            # coarse.
+            # `parse_file` goes by the mtime, and the kernel's may be 4 ms coarse.
             os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
             os.fsync(file.fileno())
         os.replace(temporary, path)
