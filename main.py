@@ -63,6 +63,7 @@ def split_names(names: Any) -> Any:
     return re.findall(r"[^,\s]+", names) if isinstance(names, str) else names
 
 
+# A key of spaces is an error, because it would leave the service open.
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
@@ -227,7 +228,7 @@ class EventStream:
             async with asyncio.timeout(self.unread_limit):
                 await self.queue.put(event)
         except TimeoutError:
-            raise asyncio.CancelledError from None
+            raise asyncio.CancelledError from None  # as when the client disconnects
 
     async def fail(self, failure: Failure) -> None:
         """Emit `error`. In a full queue it takes the place of the oldest event."""
@@ -416,11 +417,10 @@ class AgentRun:
         await self.emit_all(reply.finish())
         done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
         calls = [] if tool_choice == "none" else reply.calls
-        done["finish_reason"] = reply.finish_reason
-        if reply.finish_reason in ("stop", "tool_calls", "function_call"):
-            done["finish_reason"] = (
-                "tool_calls" if calls else "stop"
-            )  # servers mix them
+        reason = reply.finish_reason
+        if reason in ("stop", "tool_calls", "function_call"):  # servers mix them up
+            reason = "tool_calls" if calls else "stop"
+        done["finish_reason"] = reason
         if not calls:
             return []
         renew_ids(calls, self.body["messages"])
@@ -461,7 +461,7 @@ class AgentRun:
         name = function["name"]
         arguments = parse_arguments(function["arguments"])
         row = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
-        self.tool_rows.append(row)  # before it runs, so an interrupted turn keeps it
+        self.tool_rows.append(row)  # now, so that an interrupted turn keeps it
         # If malformed JSON or names stay, endpoints refuse all later requests.
         function["arguments"] = json.dumps(arguments or {})
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64] or "unnamed"
@@ -471,7 +471,7 @@ class AgentRun:
             await self.emit("tool_call", **about, arguments=row["arguments"])
         limit = self.service.settings.tool_timeout
         ok, content = await tools.call_tool(self.functions, name, arguments, limit)
-        row.update(ok=ok, content=content)  # it is already in tool_rows
+        row.update(ok=ok, content=content)
         if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
             await self.emit("tool_result", **about, ok=ok, content=content, ms=ms)
@@ -498,8 +498,8 @@ def text_of(message: Json, between: str = "\n") -> str:
 def fit_history(history: list[Message], block: str, limit: int) -> list[Message]:
     """Return a client's messages, with our prompt and hints, within `limit` tokens.
 
-    Drop hints first, then the oldest messages, but never a system message or the last
-    user message.
+    Hints are added only if all fits. Else the oldest messages are dropped, but never a
+    system message or the last user message.
     """
     system = ("system", "developer")
     rules = [text_of(message) for message in history if message["role"] in system]
@@ -507,9 +507,10 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     rest = [message for message in history if message["role"] not in system]
     users = (n for n, message in enumerate(rest) if message["role"] == "user")
     last = max(users, default=0)
-    excess = tokens_in(prompt + rest) - limit
-    if block and excess + memory.count_tokens(block) <= 0:
+    total = tokens_in(prompt + rest)
+    if block and total + memory.count_tokens(block) <= limit:
         rest[last] = with_hints(rest[last], block)
+    excess = total - limit
     # A group is dropped whole: a question with its answer, a call with its results. One
     # begins at each user message, and behind the last one at each assistant message.
     groups: list[list[Message]] = []
@@ -582,7 +583,8 @@ class ReplyParser:
         unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
         if unknown != {"delta": {}}:
             add_fields(self.passed_on, unknown)
-            # A refusal is the answer; the events of /v1 have it in its own field.
+            # A refusal counts as text, so it is saved. /chat gets it as a token, see
+            # `encode_line`; /v1 in its own field.
             self.text += mended(str(unknown["delta"].get("refusal", "")))
             yield {"type": "passed_on", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
@@ -694,7 +696,7 @@ def unknown_fields(row: Json) -> Json:
 
 
 def add_fields(total: Json, more: Json) -> Json:
-    """Add the pieces of a reply, or the usage of a round, to what came before.
+    """Add the pieces of a reply, or the usage of a round, to `total`, and return it.
 
     Numbers are summed, texts and lists are joined.
     """
@@ -1107,7 +1109,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line. /chat has no `passed_on`, but a refusal is a token."""
+    """Return an event's line. Of `passed_on`, /chat has only a refusal, as a token."""
     if event["type"] == "passed_on":
         refusal = event["choice"]["delta"].get("refusal")
         if not refusal:
@@ -1185,7 +1187,7 @@ async def completions(
 
 
 def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnRequest:
-    """Return the turn that is asked for. Without a user, it has no session."""
+    """Return the turn that is asked for. It has a session only if memory is used."""
     history = mended(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
@@ -1349,8 +1351,8 @@ async def on_error(request: Request, error: Any) -> Response:
     elif not isinstance(error, HTTPException):
         error = Failure("internal")
     status = error.status_code
-    # FastAPI has 400 for a body that it cannot read, and 422 for wrong fields. /v1 has
-    # 400 for both, as OpenAI has; all other routes have 422.
+    # A wrong body is 400 on /v1, as at OpenAI, and 422 elsewhere. FastAPI itself has
+    # 400 for unreadable JSON, and 422 for wrong fields.
     if status in (400, 422):
         status = 400 if on_v1 else 422
     content = openai_error(error) if on_v1 else {"detail": error.detail}

@@ -70,7 +70,7 @@ Message = Json  # role and content, as in the Chat Completions API
 Vector = np.ndarray  # of float32, of length 1
 Vectors = dict[int, Vector]  # by `vector_id`
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# What these three get and return, the docstring of Memory says.
+# The docstring of Memory says what these three get and return.
 Complete = Callable[[list[Message], Json], Awaitable[str]]
 Embed = Callable[[list[str]], Awaitable[list[Any]]]
 Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
@@ -314,8 +314,8 @@ class Memory:
         with self.optional("rerank"):
             async with asyncio.timeout(self.settings.rerank_timeout):
                 scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
-            is_finite = math.isfinite(sum(scores.values()))
-            if not is_finite or len(scores) < min(k, len(facts)):
+            are_finite = all(map(math.isfinite, scores.values()))
+            if not are_finite or len(scores) < min(k, len(facts)):
                 raise ValueError("some of the best have no score")
             best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
             return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
@@ -385,8 +385,8 @@ class Memory:
 
 # --- One turn ---
 
-MOST_SAID = 20  # messages that wait to be learned
-SAID_CHARS = 200  # of each
+JUST_SAID_MESSAGES = 20  # that wait to be learned
+JUST_SAID_CHARS = 200  # of each
 
 
 @dataclass
@@ -465,11 +465,11 @@ class Turn:
         """
         self.message = message
         settings = self.memory.settings
-        third = settings.hint_tokens // 3  # of the budget, for what was just said
-        # The longest text that counts as `third` tokens has 3 * third - 1 bytes.
-        size = max(0, 3 * third - 1)
+        said_budget = settings.hint_tokens // 3  # for what was just said
+        # Each line is cut to this budget, so that at least the newest fits.
+        size = max(0, 3 * said_budget - 1)  # bytes that `count_tokens` allows
         lines = [cut(line, size) for line in self.unlearned_lines(shown)]
-        just_said = fit_budget(lines, third, str)
+        just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
         fitting = fit_budget(facts, budget)
@@ -490,8 +490,10 @@ class Turn:
         shown = {*shown} or {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
-        lines = [one_line(cut_redacted(query, 2000)) for query in new[:MOST_SAID]]
-        return [line[:SAID_CHARS] for line in lines]
+        lines = [
+            one_line(cut_redacted(query, 2000)) for query in new[:JUST_SAID_MESSAGES]
+        ]
+        return [line[:JUST_SAID_CHARS] for line in lines]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
         """Return the messages of a prompt of at most `limit` tokens, after `hints`.
@@ -544,8 +546,9 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before it is written, so that `pending` is never 0 while it waits. If
-        # the write fails, the learner's next count corrects it.
+        # Counted before it is written, so that `pending` is never 0 while it waits. The
+        # learner sets the count to what is on disk: right if the write fails, but if it
+        # counts just before the write, without this turn, which `max` puts right.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -554,7 +557,6 @@ class Turn:
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
-        # The learner may have counted meanwhile, before this turn was on disk.
         pending[name] = max(1, pending[name])
         self.memory.degraded.pop("storage", None)
 
@@ -785,9 +787,9 @@ class Learner:
 
         A clear change passes. Otherwise the model is asked what is still true:
 
-            nothing             the change passes
-            a part of the fact  the fact becomes this part, see `is_rest`
-            anything else       a delete passes if the user said a word of the fact
+            nothing             the change is made
+            a part of the fact  the fact is cut to this part, see `is_rest`
+            anything else       a delete is made if the user said a word of the fact
 
         In the last two cases, an update's text is a new fact, unless it is invented.
         """
@@ -1068,10 +1070,10 @@ def check_operations(
     # turn's, and of one turn an update rather than a delete, because weak models write
     # both for "I left Shell for Total".
     passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
-    # An add concerns no known fact, so its number is its key.
-    by_fact = {one.fact["id"] if one.fact else n: one for n, one in enumerate(passed)}
+    changes = {one.fact["id"]: one for one in passed if one.fact}
+    adds = [one for one in passed if not one.fact]
     # Adds come last, because what is added may be what was deleted.
-    return sorted(by_fact.values(), key=lambda one: one.op == "add"), dropped
+    return [*changes.values(), *adds], dropped
 
 
 def check_operation(
@@ -2047,8 +2049,9 @@ def load_file(path: Path, parse: Callable[[bytes], T], cached: bool = True) -> T
     if current is None:
         return None
     try:
-        read = parse_file if cached else parse_file.__wrapped__
-        return read(path, parse, current)
+        if not cached:
+            return parse(path.read_bytes())
+        return parse_cached(path, parse, current)
     except ValueError:  # also pydantic's
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
@@ -2057,7 +2060,7 @@ def load_file(path: Path, parse: Callable[[bytes], T], cached: bool = True) -> T
 
 
 @functools.lru_cache(maxsize=256)
-def parse_file(path: Path, parse: Callable[[bytes], T], version: Any) -> T:
+def parse_cached(path: Path, parse: Callable[[bytes], T], version: Any) -> T:
     """Parse a file. The version is only for the cache."""
     return parse(path.read_bytes())
 
@@ -2078,7 +2081,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            # `parse_file` goes by the mtime, and the kernel's may be 4 ms coarse.
+            # `parse_cached` goes by the mtime, and the kernel's may be 4 ms coarse.
             os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -2128,11 +2131,12 @@ class Locks:
         async with self.local.setdefault(offset, asyncio.Lock()):
             pause = 0.001  # seconds
             while True:
-                with suppress(BlockingIOError, PermissionError):  # another has it
+                try:
                     fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
                     break
-                await asyncio.sleep(pause)
-                pause = min(0.02, pause * 2)
+                except (BlockingIOError, PermissionError):  # another process has it
+                    await asyncio.sleep(pause)
+                    pause = min(0.02, pause * 2)
             try:
                 yield
             finally:
@@ -2140,7 +2144,7 @@ class Locks:
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and wait for its end even if cancelled."""
-        # A future, because `asyncio.run` cancels all tasks at its end.
+        # Not a task, because `asyncio.run` would cancel it at its end.
         work = self.loop.run_in_executor(self.threads, function, *arguments)
         return await to_the_end(work)
 

@@ -1,4 +1,4 @@
-"""Tests of the chat service, in the order of the README.
+"""Tests of the chat service: what a client sees, then memory, files, other clients.
 
 The model is an HTTP server too. A test first writes down what the model will answer,
 then talks to the service, then looks at the events and at what the model was sent:
@@ -712,7 +712,7 @@ def more(index, arguments):
 
 NAME, HEAD, TAIL = "calculate", '{"expression": ', '"2+3"}'
 ONE, TWO = HEAD + TAIL, '{"expression": "7*6"}'
-CALLS = {  # the pieces, and what they make: 1 is the call ONE, 2 is ONE and TWO
+CALLS = {  # pieces, and how many calls they make: the first is ONE, the second TWO
     "by index": ([call(0, "a", NAME, ""), more(0, HEAD), more(0, TAIL)], 1),
     "first index is 1": ([call(1, "a", NAME), more(1, ONE)], 1),
     "id before the name": ([call(0, "a"), call(0, None, NAME), more(0, ONE)], 1),
@@ -2147,7 +2147,8 @@ async def prompt_of(opened, message, limit=6000):
         prompt = turn.fit_context("Be brief.", hints, limit)
         await turn.save(message, "Noted.")
     await eventually(lambda: opened.pending == 0)
-    return prompt
+    async with opened.locks.held("ann/learn"):  # until a summary is made, too
+        return prompt
 
 
 async def test_the_oldest_turns_of_a_long_session_are_summarized(learner, tmp_path):
@@ -2233,9 +2234,8 @@ def test_a_service_that_stops_has_saved_all_in_its_folder(model, tmp_path):
 
 
 def test_importing_the_modules_makes_no_folder(tmp_path):
-    modules = ["main", "memory", "tools"]
-    run_copied("import main, memory, tools", tmp_path, *modules)
-    assert sorted(path.stem for path in tmp_path.iterdir()) == modules
+    run_copied("import main, memory, tools", tmp_path, "main", "memory", "tools")
+    assert {path.stem for path in tmp_path.iterdir()} == {"main", "memory", "tools"}
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace", "open", "utime"])
