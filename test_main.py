@@ -2004,7 +2004,7 @@ async def test_vectors_that_are_damaged_are_made_again(learner, tmp_path):
     async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
         await teach(opened, learner, *VISITS)
     whole = file.read_bytes()
-    file.write_bytes(whole[:-50] + b"\0" + whole[-49:])
+    file.write_bytes(whole[:-50] + bytes([whole[-50] ^ 1]) + whole[-49:])
     learner.embedded.clear()
     async with open_memory(tmp_path, learner, embed=learner.embed) as opened:
         assert await facts_of(opened, query="I saw Lima") == ["User visited Lima."]
