@@ -1692,7 +1692,7 @@ class UserFiles:
     embedding_model: str  # that makes the vectors
     max_facts: int
 
-    def load(self, record_id: str = "") -> UserRecord:
+    def _load(self, record_id: str = "") -> UserRecord:
         """Return the facts. If their file is missing or damaged, begin it again."""
         if not self.folder.is_dir():
             raise NotFound("user")
@@ -1700,37 +1700,37 @@ class UserFiles:
         if record is None:
             # Markers first, then the file: after a kill between them in the other
             # order, no turn would wait, and the facts would stay lost.
-            for session_id in self.session_ids():
+            for session_id in self._session_ids():
                 (self.folder / f"{session_id}.unlearned").touch()
             record = UserRecord("", uuid.uuid4().hex, {}, {}, [])
-            self.write(record)
+            self._write(record)
         if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
         copies = {name: copy.copy(value) for name, value in vars(record).items()}
         return UserRecord(**copies)
 
-    def write(self, record: UserRecord) -> None:
+    def _write(self, record: UserRecord) -> None:
         replace_file(self.folder / "memory.json", pydantic_core.to_json(vars(record)))
 
-    def session_ids(self) -> list[str]:
+    def _session_ids(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob(f"{'?' * 36}.json"))
 
-    def database(self, session_id: str) -> TinyDB:
+    def _database(self, session_id: str) -> TinyDB:
         return TinyDB(self.folder / f"{session_id}.json", storage=AtomicStorage)
 
-    def transcript(self, session_id: str) -> Transcript:
-        database = self.database(session_id)
+    def _transcript(self, session_id: str) -> Transcript:
+        database = self._database(session_id)
         turns: list[Any] = database.table("turns").all()
         row: Any = database.table("summary").get(doc_id=1) or {"summary": "", "turn": 0}
         return Transcript(turns, row["summary"], row["turn"])
 
-    def unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
+    def _unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
         """Return the turns that wait, oldest first. Remove markers without any."""
         unlearned: UnlearnedTurns = []
         for marker in self.folder.glob("*.unlearned"):
             id = marker.stem
-            turns = self.transcript(id).turns[record.learned.get(id, 0) :]
+            turns = self._transcript(id).turns[record.learned.get(id, 0) :]
             for row in turns:
                 place = {"session_id": id, "source": f"{id}/{row['turn']}"}
                 unlearned.append({**row, **place})
@@ -1738,39 +1738,39 @@ class UserFiles:
                 marker.unlink()
         return sorted(unlearned, key=lambda turn: turn["ended_at"])
 
-    def delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
+    def _delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
         # If we are killed here, the client repeats the DELETE, and must not get 404
         # while data is left. So what decides the 404 goes last: a session's marker, or
         # the fact in the record.
-        vectors = self.vectors(vector_file)
+        vectors = self._vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
-        self.write(record)
-        self.write_vectors(vector_file, vectors)
+        self._write(record)
+        self._write_vectors(vector_file, vectors)
 
-    def entries(self, vector_file: str) -> dict[int, Entry]:
+    def _entries(self, vector_file: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
         entries = []
         if vector_file == FACT_VECTORS:
-            for id, fact in self.load().facts.items():
+            for id, fact in self._load().facts.items():
                 day = f"{local_time(fact['created_at']):%-d %B %Y}"
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
-            for id in self.session_ids():
-                entries += message_entries(id, self.transcript(id).turns)
+            for id in self._session_ids():
+                entries += message_entries(id, self._transcript(id).turns)
         model = self.embedding_model
         return {vector_id(model, entry.key, entry.text): entry for entry in entries}
 
-    def vectors(self, vector_file: str) -> Vectors:
+    def _vectors(self, vector_file: str) -> Vectors:
         # Not cached here, because `fact_index` caches the index that is made of them.
         return load_file(self.folder / vector_file, parse_vectors, cached=False) or {}
 
-    def write_vectors(self, vector_file: str, new: Vectors) -> None:
+    def _write_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
-        vectors, entries = self.vectors(vector_file) | new, self.entries(vector_file)
+        vectors, entries = self._vectors(vector_file) | new, self._entries(vector_file)
         # A server may exchange the model behind a name. The newest vector, which is
         # the last, has the size that counts now.
         size = len(next(reversed(vectors.values()), []))
@@ -1812,37 +1812,37 @@ class User(UserFiles):
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
-        record = self.load()
+        record = self._load()
         if record.name != name:
             record.name = name
-            self.write(record)
-        return record, self.transcript(session_id), self.unlearned_turns(record)
+            self._write(record)
+        return record, self._transcript(session_id), self._unlearned_turns(record)
 
     @locked
     def append(self, record_id: str, session_id: str, row: Json) -> None:
         """Save a turn at the end of its session, if the user still has this record."""
         # A row that cannot be read again, such as one too deep, is a ValueError here.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
-        record = self.load(record_id)
-        turns = self.transcript(session_id).turns
+        record = self._load(record_id)
+        turns = self._transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
         # `learned` may hold a larger number, from before the transcript was damaged or
         # deleted. This turn would count as learned.
         if record.learned.get(session_id, 0) > len(turns):
             record.learned[session_id] = len(turns)
-            self.write(record)
+            self._write(record)
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
         # The marker comes first. The fsync after the turn makes both durable.
         (self.folder / f"{session_id}.unlearned").touch()
-        self.database(session_id).table("turns").insert(row)
+        self._database(session_id).table("turns").insert(row)
 
     @locked
     def read(self) -> tuple[UserRecord, UnlearnedTurns]:
         """Return the facts, and the turns that wait to be learned."""
-        record = self.load()
-        return record, self.unlearned_turns(record)
+        record = self._load()
+        return record, self._unlearned_turns(record)
 
     @locked
     def apply(
@@ -1853,8 +1853,8 @@ class User(UserFiles):
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
         """
-        record = self.load(record_id)
-        unlearned = self.unlearned_turns(record)
+        record = self._load(record_id)
+        unlearned = self._unlearned_turns(record)
         ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
         if is_late or not ids <= record.facts.keys():
@@ -1865,27 +1865,27 @@ class User(UserFiles):
         for turn in batch:
             record.learned[turn["session_id"]] = turn["turn"]
         store.evict(self.max_facts)
-        self.write(record)
-        return record, self.unlearned_turns(record)
+        self._write(record)
+        return record, self._unlearned_turns(record)
 
     @locked
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
         """Save a summary of a session's oldest turns, unless they are gone."""
-        if not summary or self.transcript(session_id).verbatim()[: len(old)] != old:
+        if not summary or self._transcript(session_id).verbatim()[: len(old)] != old:
             return False
         row = {"summary": summary, "turn": old[-1]["turn"]}
-        self.database(session_id).table("summary").upsert(Document(row, doc_id=1))
+        self._database(session_id).table("summary").upsert(Document(row, doc_id=1))
         return True
 
     @locked
     def fact_history(self, fact_id: str) -> list[Json]:
         """Return what happened to a fact, oldest first."""
-        return history_of(self.load(), fact_id)
+        return history_of(self._load(), fact_id)
 
     @locked
     def delete_fact(self, fact_id: str) -> None:
         """Delete a fact, its vector and its history."""
-        record = self.load()
+        record = self._load()
         rows = history_of(record, fact_id)
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
@@ -1896,23 +1896,23 @@ class User(UserFiles):
             if texts.isdisjoint((row["old_memory"], row["new_memory"]))
         ]
         record.facts.pop(fact_id, None)
-        self.delete_files(FACT_VECTORS, "*memory.json.*", record)
+        self._delete_files(FACT_VECTORS, "*memory.json.*", record)
 
     @locked
     def delete_facts(self) -> None:
         """Delete all facts. What was said so far counts as learned."""
-        record = self.load()
-        marks = {id: len(self.transcript(id).turns) for id in self.session_ids()}
+        record = self._load()
+        marks = {id: len(self._transcript(id).turns) for id in self._session_ids()}
         record = UserRecord(record.name, record.id, {}, marks, [])
-        self.delete_files(FACT_VECTORS, "*memory.json.*", record)
+        self._delete_files(FACT_VECTORS, "*memory.json.*", record)
 
     @locked
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
-        self.load()
+        self._load()
         sessions: list[Json] = []
-        for id in self.session_ids():
-            if turns := self.transcript(id).turns:  # none if the file is damaged
+        for id in self._session_ids():
+            if turns := self._transcript(id).turns:  # none if the file is damaged
                 row = {"session_id": id, "turns": len(turns)}
                 sessions.append(row | {"updated_at": turns[-1]["ended_at"]})
         return sorted(sessions, key=lambda row: row["updated_at"], reverse=True)
@@ -1920,7 +1920,7 @@ class User(UserFiles):
     @locked
     def read_session(self, session_id: UUID | str) -> Transcript:
         """Return the summary and all turns of a session."""
-        transcript = self.transcript(str(UUID(str(session_id))))
+        transcript = self._transcript(str(UUID(str(session_id))))
         if not transcript.turns:
             raise NotFound("session")
         return transcript
@@ -1931,7 +1931,7 @@ class User(UserFiles):
         pattern = f"*{UUID(str(session_id))}.*"  # ValueError: it is no UUID
         if not any(self.folder.glob(pattern)):
             raise NotFound("session")
-        self.delete_files(TURN_VECTORS, pattern, self.load())
+        self._delete_files(TURN_VECTORS, pattern, self._load())
 
     @locked
     def delete_user(self) -> None:
@@ -1946,17 +1946,17 @@ class User(UserFiles):
     @locked
     def missing_vectors(self, vector_file: str) -> dict[int, str]:
         """Return the texts without a vector, by the vector's id."""
-        vectors, entries = self.vectors(vector_file), self.entries(vector_file)
+        vectors, entries = self._vectors(vector_file), self._entries(vector_file)
         return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
-    add_vectors = locked(UserFiles.write_vectors)  # under the lock
+    add_vectors = locked(UserFiles._write_vectors)  # under the lock
 
     @locked
     def search_facts(
         self, query: str, vector: Vector | None, k: int, strict: bool = True
     ) -> ScoredFacts:
         """Return at most k facts, best first, each with its score."""
-        facts: dict[str, Any] = self.load().facts
+        facts: dict[str, Any] = self._load().facts
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
         index = fact_index(self, *map(file_version, paths))
         hits = index.search(query, vector, len(facts), strict)
@@ -1968,14 +1968,15 @@ class User(UserFiles):
         self, query: str, vector: Vector | None, k: int
     ) -> list[tuple[str, list[TurnRow]]]:
         """Return at most k passages: a session, and a turn with its neighbours."""
-        index = Index(self.entries(TURN_VECTORS), self.vectors(TURN_VECTORS))
+        index = Index(self._entries(TURN_VECTORS), self._vectors(TURN_VECTORS))
         passages = []
         found = set[str]()  # turns, by their keys
         for _, key in index.search(query, vector, 4 * k, strict=False):
             session_id, number = key.split("/")
             if key not in found:
                 place = int(number) - 1  # in the list
-                turns = self.transcript(session_id).turns[max(0, place - 1) : place + 2]
+                turns = self._transcript(session_id).turns
+                turns = turns[max(0, place - 1) : place + 2]
                 passages.append((session_id, turns))
                 found |= {f"{session_id}/{row['turn']}" for row in turns}
         return passages[:k]
@@ -1992,7 +1993,7 @@ def history_of(record: UserRecord, fact_id: str) -> list[Json]:
 @functools.lru_cache(maxsize=64)
 def fact_index(files: UserFiles, *versions: Any) -> Index:
     """Return the index of a user's facts. The versions are only for the cache."""
-    return Index(files.entries(FACT_VECTORS), files.vectors(FACT_VECTORS))
+    return Index(files._entries(FACT_VECTORS), files._vectors(FACT_VECTORS))
 
 
 def parse_tables(content: bytes) -> Tables:
