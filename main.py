@@ -337,7 +337,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
-        # Before the event, because hints that do not fit are removed.
+        # First the prompt, which removes hints that do not fit.
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         await self.events.emit(
@@ -395,8 +395,9 @@ class AgentRun:
                 break
             else:
                 tool_choice = "none"  # ask once more, without tools
-        # If only one round is allowed, its end is an ordinary "stop".
-        if number == max_rounds > 1 and done["finish_reason"] == "stop":
+        # If MAX_ROUNDS is 1, every answer comes in the last round: an ordinary "stop".
+        was_last = number == max_rounds and max_rounds > 1
+        if was_last and done["finish_reason"] == "stop":
             done["finish_reason"] = "max_rounds"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
@@ -511,8 +512,9 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     if block and total + memory.count_tokens(block) <= limit:
         rest[last] = with_hints(rest[last], block)
     excess = total - limit
-    # A group is dropped whole: a question with its answer, a call with its results. One
-    # begins at each user message, and behind the last one at each assistant message.
+    # Messages are dropped in groups, so that no answer loses its question and no result
+    # its call. Before the last user message, each user message begins a group; after
+    # it, each assistant message does.
     groups: list[list[Message]] = []
     for n, message in enumerate(rest):
         first_role = "user" if n < last else "assistant"
@@ -846,7 +848,7 @@ class Endpoint:
         return [(row["index"], row["relevance_score"]) for row in rows]
 
     async def list_models(self) -> None:
-        """List the models and their contexts, every 10 seconds (1 if it fails)."""
+        """List the models and contexts, once in 10 seconds at most (1 if it failed)."""
         async with self.listing:
             if time.monotonic() < self.may_list_at:
                 return
@@ -1309,7 +1311,7 @@ PUBLIC = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.
 
 
 class KeyCheck:
-    """ASGI middleware: checks the key before FastAPI reads a body, and mends paths."""
+    """ASGI middleware before FastAPI reads a body: mends the path, checks the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.key = app, key.encode()

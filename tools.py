@@ -65,9 +65,9 @@ async def call_tool(
         # After a timeout a thread goes on, but nobody waits for its result.
         async with asyncio.timeout(timeout) as limit:
             result = await run_function(functions[name], arguments)
-        ok, text = True, result
         if not isinstance(result, str):
-            text = json.dumps(result, ensure_ascii=False, default=str)
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        return True, bounded(result)
     except (Exception, SystemExit) as error:  # a tool is other people's code
         reason = str(error) or type(error).__name__
         if limit.expired():  # any other TimeoutError is the tool's own
@@ -78,12 +78,15 @@ async def call_tool(
             reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
             log.exception("Tool %s failed", name)
-        ok, text = False, f"Error: {reason}"
-    content = text.encode(errors="replace")  # JSON cannot carry lone surrogates
-    if len(content) > 8_000:  # about 2,000 tokens
-        mark = b"\n[cut at 8,000 bytes]"
+        return False, bounded(f"Error: {reason}")
+
+
+def bounded(text: str) -> str:
+    """Return at most 8,000 bytes of a text, without lone surrogates, as JSON needs."""
+    content, mark = text.encode(errors="replace"), b"\n[cut at 8,000 bytes]"
+    if len(content) > 8_000:
         content = content[: 8_000 - len(mark)] + mark
-    return ok, content.decode(errors="ignore")
+    return content.decode(errors="ignore")
 
 
 async def run_function(function: Any, arguments: Any) -> Any:
@@ -106,22 +109,24 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
-FUNCTIONS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
-FUNCTIONS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
-FUNCTIONS |= {ast.UAdd: pos, ast.USub: neg}
-FUNCTIONS |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
+# What `calculate` may use, by syntax node or by name
+ARITHMETIC: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
+ARITHMETIC |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
+ARITHMETIC |= {ast.UAdd: pos, ast.USub: neg}
+ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
 
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = expression.lower().replace("^", "**")
-    # 1,234 is 1234, but not in a call (arguments), nor behind a point (1.234,567).
+    # A comma before three digits marks thousands: 1,234. But in a call it separates
+    # arguments, and behind a point (1.234,567) it stays, and is an error.
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = text.replace("% of", "% *")  # else "of" would be its right operand
-    # With a right operand, % is a remainder: 7 % 4, 7 % -4. Without one it is per cent:
-    # 15% is (15/100).
+    # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
+    # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
@@ -139,14 +144,14 @@ def evaluate(node: Any) -> Any:
         case ast.Name(id="pi"):
             return math.pi
         case ast.UnaryOp(op=op, operand=value):
-            return FUNCTIONS[type(op)](evaluate(value))
+            return ARITHMETIC[type(op)](evaluate(value))
         case ast.BinOp(left=left, op=op, right=right):
             numbers = evaluate(left), evaluate(right)
             if isinstance(op, ast.Pow):
                 math.pow(*numbers)  # raises before a huge integer takes all memory
-            return FUNCTIONS[type(op)](*numbers)
+            return ARITHMETIC[type(op)](*numbers)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return FUNCTIONS[name](*map(evaluate, arguments))
+            return ARITHMETIC[name](*map(evaluate, arguments))
     raise SyntaxError(f"{type(node).__name__} is not arithmetic")
 
 
