@@ -635,8 +635,7 @@ class Learner:
         self.free_slots = asyncio.Semaphore(self.settings.learn_concurrency)
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
         self.wake: dict[str, asyncio.Event] = {}  # set when there is something to do
-        # By folder: turns that wait. After a start: sessions, until turns are counted.
-        self.pending: Counter[str] = Counter()
+        self.pending: Counter[str] = Counter()  # turns, by folder; at first, sessions
         # By folder and turn; each failure cuts the turn shorter
         self.failures: Counter[tuple[str, str]] = Counter()
 
@@ -790,8 +789,7 @@ class Learner:
 
             nothing             the operation passes
             a part of the fact  the fact is cut to this part, see `is_rest`
-            all of it, or any   a delete passes if the user said a word of the fact,
-            other text          an update does not
+            anything else       only a delete passes whose fact shares a word
 
         In the last two cases, an update's text is a new fact, unless it is invented.
         """
