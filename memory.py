@@ -789,7 +789,7 @@ class Learner:
 
             nothing             the operation passes
             a part of the fact  the fact is cut to this part, see `is_rest`
-            anything else       only a delete passes whose fact shares a word
+            anything else       a delete passes if the user said a word of the fact
 
         In the last two cases, an update's text is a new fact, unless it is invented.
         """
