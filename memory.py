@@ -3,8 +3,8 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes can be made again from them. When `Turn.save` returns, the
 turn is on disk. It is learned later, in the background. To copy this file, install
-"mem0ai>=2.2,<2.3" (private names of it are used; it brings pydantic and numpy),
-faiss-cpu and tinydb. It needs Python 3.11, and Linux or macOS (fcntl).
+faiss-cpu, tinydb and "mem0ai>=2.2,<2.3". Mem0 brings pydantic and numpy; it must be
+2.2, because private names are used. Python 3.11, and Linux or macOS (fcntl), are needed.
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -490,10 +490,8 @@ class Turn:
         shown = {*shown} or {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in shown]
-        lines = [
-            one_line(cut_redacted(query, 2000)) for query in new[:JUST_SAID_MESSAGES]
-        ]
-        return [line[:JUST_SAID_CHARS] for line in lines]
+        texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
+        return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
         """Return the messages of a prompt of at most `limit` tokens, after `hints`.
@@ -546,9 +544,9 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before it is written, so that `pending` is never 0 while it waits. The
-        # learner sets the count to what is on disk: right if the write fails, but if it
-        # counts just before the write, without this turn, which `max` puts right.
+        # Counted before the write, so that `pending` is never 0 while this turn waits.
+        # The learner counts again from the disk. That corrects the count if the write
+        # fails. If it counts during the write, it misses this turn, and `max` adds it.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -731,9 +729,10 @@ class Learner:
             self.failures.update((folder, turn["source"]) for turn in batch)
         if self.failures[folder, first] < 3:
             return await user.read()
+        after = await user.apply([], batch)
         log.error("turn %s is given up: it counts as learned", first)
         self.memory.given_up += 1
-        return await user.apply([], batch)
+        return after
 
     def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
@@ -1197,7 +1196,8 @@ class FactStore:
         """Let Mem0 add, update or delete. If a fact is said again, only count it."""
         id = operation.fact["id"] if operation.fact else ""
         if operation.op == "delete":
-            return self.mem0.delete(id)
+            self.mem0.delete(id)
+            return
         text, turn = operation.text, operation.turn
         source, at = turn["source"], turn["ended_at"]
         twin = find_duplicate(self.record.facts, text)
@@ -1209,13 +1209,14 @@ class FactStore:
                 self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":
                 self.mem0.delete(id)  # it would only repeat its twin
-            return None
+            return
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": source, "last_seen_at": at}
         if operation.op == "update":
-            return self.mem0.update(id, text, metadata=new)
-        new |= {"frequency": 1, "created_at": at}
-        return self.mem0.add(text, user_id="user", infer=False, metadata=new)
+            self.mem0.update(id, text, metadata=new)
+        else:
+            new |= {"frequency": 1, "created_at": at}
+            self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def evict(self, max_facts: int) -> None:
         """Make profile facts beyond MAX_PROFILE episodic; delete beyond `max_facts`.
@@ -1292,11 +1293,10 @@ ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
 MIN_BEST_SHARE = 0.59  # of `chance`, for the best entry, or nothing is found
 MIN_SHARE = 0.3  # of `chance`, for every entry
 FEW = 8  # entries; the cosines of fewer have no distribution
-# SQL: the score of an entry for each word of the query that it holds
-ONE_EACH = "1"  # in a strict search
-BM25 = (
-    "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"  # loose: weights of text, before, after, day
-)
+# SQL: the score of an entry for each word of the query that it holds, in a strict
+# search and in a loose one. The weights are of text, before, after and day.
+ONE_EACH = "1"
+BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"
 
 
 class Entry(NamedTuple):
