@@ -4,7 +4,7 @@ Each user is one folder of plain files. Transcripts and `memory.json` are the tr
 vectors and keyword indexes can be made again from them. When `Turn.save` returns, the
 turn is on disk. It is learned later, in the background. To copy this file, install
 faiss-cpu, tinydb and "mem0ai>=2.2,<2.3". Mem0 brings pydantic and numpy; it must be
-2.2, because private names are used. Python 3.11, and Linux or macOS (fcntl), are needed.
+2.2, because `open_mem0` and FactStore use private names. Python 3.11, and Linux or macOS (fcntl), are needed.
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -319,7 +319,7 @@ class Memory:
                 raise ValueError("some of the best have no score")
             best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
             return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
-        return facts[:k], [*degraded, "rerank"]
+        return facts[:k], [*degraded, "rerank"]  # `optional` caught an error
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""
@@ -474,7 +474,7 @@ class Turn:
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
         fitting = fit_budget(facts, budget)
         if fitting == facts or not settings.hint_tokens:  # all fit, or none is wanted
-            # Nothing failed, but search would go without embeddings.
+            # Nothing was searched, so this says only what a search would lack.
             degraded = [] if self.memory.embed else ["embeddings"]
             return Hints(fitting, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
@@ -544,9 +544,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before the write, so that `pending` is never 0 while this turn waits.
-        # The learner counts again from the disk. That corrects the count if the write
-        # fails. If it counts during the write, it misses this turn, and `max` adds it.
+        # Counted before the write, so that `pending` is never 0 while this turn waits,
+        # and again if the learner counted meanwhile. The learner's next count is exact.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -614,8 +613,8 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# A request's share of the context; the rest is the answer's. We count a token as 3
-# bytes, but in JSON it has 2.6 (vLLM), so 5/8 by our count is about 3/4 in truth.
+# A request's share of the context, by `count_tokens` (3 bytes each). In JSON a token
+# has 2.6 bytes (vLLM), so about 3/4 is used in truth. The answer has the rest.
 REQUEST_SHARE = 5 / 8
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 
@@ -840,8 +839,8 @@ class Learner:
             return False
         # At most 2 * keep at once: of more turns, only a few words each would fit.
         old = verbatim[:-keep][: 2 * keep]
-        # For the turns, and again for the summary so far. At 3 bytes a token, each is a
-        # sixth of the context.
+        # Bytes for all turns, and as many for the summary so far: by `count_tokens`, a
+        # sixth of the context each.
         max_bytes = self.memory.limits().context_tokens // 2
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
@@ -957,9 +956,9 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # Only a turn that is alone can be longer than `next_batch` allows. It is cut here:
-    # the query to a third of the budget (a token counts as 3 bytes), keeping both ends,
-    # and the response to its beginning.
+    # Only a turn that is alone can be longer than `next_batch` allows. Its query keeps
+    # its two ends, one byte for each token of the budget (so a third of it). Its
+    # response keeps its beginning.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1062,9 +1061,9 @@ def check_operations(
     checked = [check_operation(row, facts, batch) for row in rows]
     dropped = [rule for rule in checked if isinstance(rule, str) and rule]
     passed = [operation for operation in checked if isinstance(operation, Operation)]
-    # Of several operations on one fact, the last in this order is kept: the newest
-    # turn's, and of one turn an update rather than a delete, because weak models write
-    # both for "I left Shell for Total".
+    # `changes` keeps the last operation on each fact, so the best is sorted last: the
+    # newest turn's and, within a turn, the update, because for "I left Shell for Total"
+    # weak models write a delete as well.
     passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
     changes = {one.fact["id"]: one for one in passed if one.fact}
     adds = [one for one in passed if not one.fact]
@@ -1127,7 +1126,7 @@ def is_clear(op: str, known: str, text: str, query: str) -> bool:
     """Tell whether a change surely means this known fact, so that nobody is asked.
 
     A delete is clear if the user named every word of the fact. An update is clear if
-    the fact shares a word with the message or the new text, which is not invented.
+    its text is not invented, and the fact shares a word with it or with the message.
     """
     if op == "delete":
         said = word_set(query)
@@ -1592,7 +1591,7 @@ def stems(text: str) -> tuple[str, ...]:
 
 def stem(word: str) -> str:
     """Cut an English ending (lives, living, live), but never a past tense."""
-    # -ing and -e behind 3 letters, -es behind 2, -s behind 3 whose last is no s
+    # Cut -ing or -e after 3 letters, -es after 2, -s after 3 whose last is not s.
     word = re.sub(r"((?<=\w{3})(ing|e)|(?<=\w\w)es|(?<=\w\w[^\Ws])s)$", "", word)
     word = re.sub(r"(?<=[^\Waeiou])y$", "i", word)  # study, studies
     return re.sub(r"([bdgmnprt])\1$", r"\1", word)  # running, run

@@ -120,8 +120,8 @@ ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "t
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = expression.lower().replace("^", "**")
-    # A comma before three digits marks thousands: 1,234. But in a call it separates
-    # arguments, and behind a point (1.234,567) it stays, and is an error.
+    # 1,234 is 1234. But if a function is called, all commas separate arguments. A comma
+    # after decimals (1.234,567) stays, and is an error.
     if not re.search(r"[a-z]\w* ?\(", text):
         text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
     text = text.replace("% of", "% *")  # else "of" would be its right operand
