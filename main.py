@@ -330,8 +330,7 @@ class AgentRun:
         """Build the request, emit `memory`, and ask the model."""
         hints = Hints([], [], [])
         if turn:
-            shown = map(text_of, self.request.history)
-            hints = await turn.hints(self.request.query, shown)
+            hints = await turn.hints(self.request.query)
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
@@ -505,24 +504,17 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     rest = [message for message in history if message["role"] not in system]
     users = (n for n, message in enumerate(rest) if message["role"] == "user")
     last = max(users, default=0)
-    total = tokens_in(prompt + rest)
-    if block and total + memory.count_tokens(block) <= limit:
+    excess = tokens_in(prompt + rest) - limit
+    if block and memory.count_tokens(block) <= -excess:
         rest[last] = with_hints(rest[last], block)
-    excess = total - limit
-    # A group is dropped whole: a question with all that answers it or, after the last
-    # user message, calls with their results.
-    groups: list[list[Message]] = []
-    for n, message in enumerate(rest):
-        first_role = "user" if n < last else "assistant"
-        if n in (0, last, last + 1) or message["role"] == first_role:
-            groups.append([])
-        groups[-1].append(message)
-    for group in groups:
-        if excess > 0 and group[0] is not rest[last]:
-            excess -= tokens_in(group)
-        else:
-            prompt += group
-    return prompt
+    earlier, query, later = rest[:last], rest[last : last + 1], rest[last + 1 :]
+    # Each drop ends before a message of this role, so that no answer loses its question
+    # and no result its call.
+    for messages, first_role in ((earlier, "user"), (later, "assistant")):
+        if excess > 0:
+            while messages and (excess > 0 or messages[0]["role"] != first_role):
+                excess -= tokens_in([messages.pop(0)])
+    return prompt + earlier + query + later
 
 
 def with_hints(message: Message, block: str) -> Message:
@@ -559,7 +551,6 @@ class ReplyParser:
     finish_reason = ""
     held = ""  # half of a tag or a character, which waits for the other half
     thinking = False  # whether <think> is open
-    has_thought = False  # whether thinking came
 
     def __init__(self, offered: Iterable[Json] = ()):
         functions = [tool.get("function") for tool in offered]
@@ -581,14 +572,10 @@ class ReplyParser:
         unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
         if unknown != {"delta": {}}:
             add_fields(self.passed_on, unknown)
-            # A refusal is saved as text. For /chat, `encode_line` makes a token of it.
-            # On /v1 it keeps its own field, and `message` leaves the content empty.
-            self.text += mended(str(unknown["delta"].get("refusal", "")))
             yield {"type": "passed_on", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            self.has_thought = True
             yield {"type": "thinking", "text": mended(reasoning)}
-        if text := text_of(delta, ""):
+        if text := text_of(delta, "") or delta.get("refusal"):
             yield from self.split_text(self.held + text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
@@ -600,11 +587,9 @@ class ReplyParser:
         for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
             if part == "<think>" and not self.text:
                 self.thinking = True
-            # If a template opens <think> in the prompt, the text before </think> was a
-            # thought. But after a thought and text, </think> is a word of the answer.
-            elif part == "</think>" and not (self.has_thought and self.text):
+            elif part == "</think>":  # its beginning may stand in the prompt's template
                 yield from self.take_back()
-                self.thinking, self.has_thought = False, True
+                self.thinking = False
             elif part and self.thinking:
                 yield {"type": "thinking", "text": part}
             elif shown := (part if self.text else part.lstrip()):  # no blank beginning
@@ -625,7 +610,8 @@ class ReplyParser:
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
             written += value if isinstance(value, list) else [value]
-        are_calls = all(is_call(value, self.names) for value in written)
+        names = [value.get("name") for value in written if isinstance(value, dict)]
+        are_calls = len(names) == len(written) and {*names} <= {*self.names}
         if written and are_calls and not self.calls:
             yield from self.take_back()
             for function in written:
@@ -644,10 +630,9 @@ class ReplyParser:
     def message(self, calls: list[Json]) -> Message:
         """Return the whole reply as a message."""
         message = {"role": "assistant", "content": self.text or None}
-        message |= self.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
-        if message.get("refusal"):  # which is the text
-            message["content"] = None
-        return message
+        return (
+            message | self.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
+        )
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one.
@@ -728,13 +713,6 @@ def json_texts(text: str) -> list[str]:
     except (ValueError, RecursionError):
         return []
     return values
-
-
-def is_call(value: Any, names: list[str]) -> bool:
-    """Tell whether a model's JSON calls a tool by its name."""
-    if not isinstance(value, dict) or value.get("name") not in names:
-        return False
-    return "arguments" in value or "parameters" in value
 
 
 def offered_name(name: str, names: list[str]) -> str:
@@ -1107,13 +1085,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line. Of `passed_on`, /chat has only a refusal, as a token."""
-    if event["type"] == "passed_on":
-        refusal = event["choice"]["delta"].get("refusal")
-        if not refusal:
-            return b""
-        event = {"type": "token", "round": event["round"], "text": refusal}
-    return f"{to_json(event)}\n".encode()
+    return b"" if event["type"] == "passed_on" else f"{to_json(event)}\n".encode()
 
 
 @router.get("/users/{user_id}/memories")
@@ -1169,6 +1141,14 @@ async def models(service: TheService) -> Json:
         raise HTTPException(503, NOT_CONFIGURED)
     row = {"id": await service.chat.model_name(), "object": "model"}
     return {"object": "list", "data": [row | {"created": 0, "owned_by": "chat"}]}
+
+
+@router.get("/v1/models/{id:path}")
+async def model(service: TheService, id: str) -> Json:
+    [row] = (await models(service))["data"]
+    if id != row["id"]:
+        raise HTTPException(404, f"The only model is {row['id']}.")
+    return row
 
 
 @router.post("/v1/chat/completions")
@@ -1331,6 +1311,8 @@ class KeyCheck:
 def route_path(path: str) -> str:
     """Return a path as the routes have it, because clients join base URLs oddly."""
     single = re.sub("//+", "/", path).rstrip("/")
+    if single in ("/chat/completions", "/models"):  # a base URL without /v1
+        return f"/v1{single}"
     return single if single.startswith("/v1/") else path
 
 

@@ -166,11 +166,6 @@ def prompt_tokens(messages: list[Message]) -> int:
     return sum(count_tokens(message["content"]) + 4 for message in messages)
 
 
-def cut(text: str, size: int) -> str:
-    """Return the beginning of a text, at most `size` UTF-8 bytes."""
-    return text.encode("utf-8", "replace")[:size].decode(errors="ignore")
-
-
 def cut_middle(text: str, size: int) -> str:
     """Return at most `size` UTF-8 bytes of a text: all of it, or beginning and end."""
     content = text.encode("utf-8", "replace")
@@ -456,19 +451,18 @@ class Turn:
         verbatim = self.transcript.verbatim()
         return [row for row in verbatim if row["status"] != "error"]
 
-    async def hints(self, message: str, shown: Iterable[str] = ()) -> Hints:
+    async def hints(self, message: str) -> Hints:
         """Return what memory knows that may help to answer a message.
 
         If all facts fit `hint_tokens`, nothing is searched. Else the profile takes at
-        most half of it, and search adds at most `hint_k` facts. `shown` has the texts of
-        a client's prompt, by default the replayed queries; they are not repeated.
+        most half of it, and search adds at most `hint_k` facts.
         """
         self.message = message
         settings = self.memory.settings
         said_budget = settings.hint_tokens // 3  # for what was just said
         # Each line is cut to this budget, so that at least the newest fits.
         size = max(0, 3 * said_budget - 1)  # bytes that `count_tokens` allows
-        lines = [cut(line, size) for line in self.unlearned_lines(shown)]
+        lines = [cut_middle(line, size) for line in self.unlearned_lines()]
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
@@ -485,12 +479,11 @@ class Turn:
         others = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
         return Hints(fit_budget(profile + others, budget), just_said, degraded)
 
-    def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
-        """Return what the user said that is neither learned nor shown, newest first."""
-        shown = {*shown} or {row["query"] for row in self.replayed}
-        queries = [turn["query"] for turn in reversed(self.unlearned)]
-        new = [query for query in queries if query and query not in shown]
-        texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
+    def unlearned_lines(self) -> list[str]:
+        """Return what the user said that is not learned or replayed, newest first."""
+        replayed = {f"{self.session_id}/{row['turn']}" for row in self.replayed}
+        new = [turn for turn in self.unlearned[::-1] if turn["source"] not in replayed]
+        texts = (cut_redacted(turn["query"], 2000) for turn in new[:JUST_SAID_MESSAGES])
         return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
@@ -506,17 +499,16 @@ class Turn:
         """
         summary = self.transcript.summary
         turns = [exchange(row["query"], row["response"]) for row in self.replayed]
-        sizes = [prompt_tokens(turn) for turn in turns]
         block_size = self.memory.settings.history_turns
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
             last = as_message("user", f"{hints.block()}\n\n{self.message}")
-            if prompt_tokens([first, last]) + sum(sizes) <= limit:
-                return [first, *itertools.chain(*turns), last]
+            prompt = [first, *itertools.chain(*turns), last]
+            if prompt_tokens(prompt) <= limit:
+                return prompt
             if len(turns) > 2:
-                dropped = min(block_size, len(turns) - 2)
-                turns, sizes = turns[dropped:], sizes[dropped:]
+                turns = turns[min(block_size, len(turns) - 2) :]
             elif hints.facts:
                 hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
             elif hints.just_said:
@@ -524,7 +516,7 @@ class Turn:
             elif summary:
                 summary = ""
             elif turns:
-                turns, sizes = [], []
+                turns = []
             else:
                 raise ValueError("the message does not fit the model's context")
 
@@ -783,20 +775,15 @@ class Learner:
     async def confirm_change(self, operation: "Operation") -> list["Operation"]:
         """Return what to do in place of an operation. An empty list drops it.
 
-        Adds and clear changes pass. Otherwise the model is asked what is still true:
-
-            nothing             the operation passes
-            a part of the fact  the fact is cut to this part, see `is_rest`
-            anything else       a delete passes if the user said a word of the fact
-
-        In the last two cases, an update's text is a new fact, unless it is invented.
+        If a change is not clear, the model is asked what is still true of the fact.
         """
         op, fact, query = operation.op, operation.fact, operation.turn["query"]
         if not fact or is_clear(op, fact["text"], operation.text, query):
             return [operation]
         still_true = await self.still_true(fact["text"], query)
-        if still_true is None:
+        if still_true is None:  # nothing of it
             return [operation]
+        # The fact stays, or a part of it. So an update's text is another fact.
         added = []
         if op == "update" and not is_invented(operation.text, query):
             added = [operation._replace(op="add", fact=None)]
@@ -824,20 +811,20 @@ class Learner:
         long = 2 * self.settings.history_turns
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
-                while await self.summarize(user, session_id):
-                    pass
+                await self.summarize(user, session_id)
             except (NotFound, ConnectionError, RequestRefused) as error:
                 # It is tried again after the next turn.
                 log.warning("no summary: %r", error)
 
-    async def summarize(self, user: "User", session_id: str) -> bool:
-        """Summarize some old turns of a session. Tell whether there were any."""
+    async def summarize(self, user: "User", session_id: str) -> None:
+        """Summarize the oldest turns of a session, if too many have no summary."""
         keep = self.settings.history_turns
         transcript = await user.read_session(session_id)
         verbatim: list[Any] = transcript.verbatim()
         if len(verbatim) <= 2 * keep:
-            return False
-        # At most 2 * keep at once: of more turns, only a few words each would fit.
+            return
+        # At most 2 * keep at once: of more turns, only a few words each would fit. The
+        # rest follows after the next turns.
         old = verbatim[:-keep][: 2 * keep]
         # Bytes for all turns, and as many for the summary so far: by `count_tokens`, a
         # sixth of the context each.
@@ -845,11 +832,12 @@ class Learner:
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
         turns = [{n: cut_redacted(row[n], size) for n in parts} for row in old]
-        request = {"previous": cut(transcript.summary, max_bytes), "turns": turns}
+        previous = cut_middle(transcript.summary, max_bytes)
+        request = {"previous": previous, "turns": turns}
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
         summary = await self.ask(prompt, schema, "summary", str)
-        return await user.save_summary(session_id, old, cut(summary.strip(), 8000))
+        await user.save_summary(session_id, old, cut_middle(summary.strip(), 8000))
 
     async def ask(
         self, messages: list[Message], schema: Json, key: str, expected_type: Any
@@ -956,15 +944,14 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # Only a turn that is alone can be longer than `next_batch` allows. Its query keeps
-    # its two ends, one byte for each token of the budget (so a third of it). Its
-    # response keeps its beginning.
+    # Only a turn that is alone can be longer than `next_batch` allows. Its query may
+    # have one byte for each token of the budget, so a third of it.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
     for row in batch:
         query = cut_redacted(row["query"], query_bytes)
-        response = cut(redact(cut(row["response"], MAX_READ)), response_bytes)
+        response = cut_redacted(row["response"], response_bytes)
         # A weak model learns from an echo or from JSON as if the user had said it.
         is_echo = alphanumerics(response) == alphanumerics(query)
         if is_echo or re.match(r"\s*(```\w*)?\s*[{\[]", response):
@@ -1867,13 +1854,11 @@ class User(UserFiles):
         return record, self._unlearned_turns(record)
 
     @locked
-    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
+    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
         """Save a summary of a session's oldest turns, unless they are gone."""
-        if not summary or self._transcript(session_id).verbatim()[: len(old)] != old:
-            return False
-        row = {"summary": summary, "turn": old[-1]["turn"]}
-        self._database(session_id).table("summary").upsert(Document(row, doc_id=1))
-        return True
+        if summary and self._transcript(session_id).verbatim()[: len(old)] == old:
+            row = {"summary": summary, "turn": old[-1]["turn"]}
+            self._database(session_id).table("summary").upsert(Document(row, doc_id=1))
 
     @locked
     def fact_history(self, fact_id: str) -> list[Json]:
