@@ -284,7 +284,12 @@ class AgentRun:
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
         # Fields of the event `done`, filled round by round
-        self.done: Json = {"turn": 0, "rounds": 0, "finish_reason": "", "usage": None}
+        self.outcome: Json = {
+            "turn": 0,
+            "rounds": 0,
+            "finish_reason": "",
+            "usage": None,
+        }
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
@@ -295,7 +300,7 @@ class AgentRun:
                     await self.answer_and_save(turn)
             else:
                 await self.answer_query(None)
-            await self.events.emit("done", response=self.reply.text, **self.done)
+            await self.events.emit("done", response=self.reply.text, **self.outcome)
         except asyncio.CancelledError:
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
@@ -321,8 +326,8 @@ class AgentRun:
         finally:
             # A client that runs its own tools goes on with the turn in a new request.
             if not self.client_calls:
-                self.done["turn"] = turn.number
-                row["rounds"] = self.done["rounds"]
+                self.outcome["turn"] = turn.number
+                row["rounds"] = self.outcome["rounds"]
                 row["reasoning_mode"] = self.request.reasoning_mode
                 await turn.save(self.request.query, self.reply.text, status, **row)
 
@@ -376,7 +381,7 @@ class AgentRun:
         The last round may call no tools, so there is always an answer. Reasoning mode
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
-        max_rounds, done = self.service.settings.max_rounds, self.done
+        max_rounds, outcome = self.service.settings.max_rounds, self.outcome
         tool_choice: Any = PLAN_CALL if self.request.reasoning_mode else None
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
@@ -384,7 +389,7 @@ class AgentRun:
             if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
                 tool_choice = None
-            elif self.reply.text or done["finish_reason"] != "stop":
+            elif self.reply.text or outcome["finish_reason"] != "stop":
                 break  # an answer; or none, because it was cut (`length`)
             elif tool_choice == "none":
                 self.reply.text = SORRY
@@ -393,13 +398,13 @@ class AgentRun:
             else:
                 tool_choice = "none"  # ask once more, without tools
         # With MAX_ROUNDS=1 the last round is also the first: an ordinary "stop".
-        if done["rounds"] == max_rounds > 1 and done["finish_reason"] == "stop":
-            done["finish_reason"] = "max_rounds"
+        if outcome["rounds"] == max_rounds > 1 and outcome["finish_reason"] == "stop":
+            outcome["finish_reason"] = "max_rounds"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
         """Ask the model once. Append its tool calls to the messages and return them."""
-        done, chat = self.done, self.service.chat
-        done["rounds"] += 1
+        outcome, chat = self.outcome, self.service.chat
+        outcome["rounds"] += 1
         body = self.body | {"model": await chat.model_name()}
         if tool_choice:
             body["tool_choice"] = tool_choice
@@ -412,12 +417,12 @@ class AgentRun:
             if not reply.finish_reason:  # a complete reply stands, whatever follows
                 raise
         await self.emit_all(reply.finish())
-        done["usage"] = add_fields(done["usage"] or {}, reply.usage) or None
+        outcome["usage"] = add_fields(outcome["usage"] or {}, reply.usage) or None
         calls = [] if tool_choice == "none" else reply.calls
         reason = reply.finish_reason
         if reason in ("stop", "tool_calls", "function_call"):  # servers mix them up
             reason = "tool_calls" if calls else "stop"
-        done["finish_reason"] = reason
+        outcome["finish_reason"] = reason
         if not calls:
             return []
         renew_ids(calls, self.body["messages"])
@@ -430,7 +435,7 @@ class AgentRun:
             await self.emit(**event)
 
     async def emit(self, type: str, **fields: Any) -> None:
-        await self.events.emit(type, round=self.done["rounds"], **fields)
+        await self.events.emit(type, round=self.outcome["rounds"], **fields)
 
     async def plan(self, steps: list[str]) -> str:
         """Write down the steps that lead to the answer, before anything else.
@@ -447,7 +452,7 @@ class AgentRun:
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
-            left = self.service.settings.max_rounds - self.done["rounds"]
+            left = self.service.settings.max_rounds - self.outcome["rounds"]
             results[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
         self.body["messages"] += results
 
@@ -549,7 +554,7 @@ class ReplyParser:
 
     text = ""  # so far, without what was taken back
     finish_reason = ""
-    held = ""  # half of a tag or a character, which waits for the other half
+    held_back = ""  # half of a tag or a character, which waits for the other half
     thinking = False  # whether <think> is open
 
     def __init__(self, offered: Iterable[Json] = ()):
@@ -574,17 +579,19 @@ class ReplyParser:
             add_fields(self.passed_on, unknown)
             yield {"type": "passed_on", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield {"type": "thinking", "text": mended(reasoning)}
+            yield {"type": "thinking", "text": without_surrogates(reasoning)}
         if text := text_of(delta, "") or delta.get("refusal"):
-            yield from self.split_text(self.held + text)
+            yield from self.split_text(self.held_back + text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
 
     def split_text(self, text: str, is_last: bool = False) -> Iterator[Json]:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
-        self.held = half[0] if half and not is_last else ""
-        for part in re.split("(</?think>)", mended(text.removesuffix(self.held))):
+        self.held_back = half[0] if half and not is_last else ""
+        for part in re.split(
+            "(</?think>)", without_surrogates(text.removesuffix(self.held_back))
+        ):
             if part == "<think>" and not self.text:
                 self.thinking = True
             elif part == "</think>":  # its beginning may stand in the prompt's template
@@ -606,7 +613,7 @@ class ReplyParser:
         """Yield the text that was held back, and complete the calls."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
-        yield from self.split_text(self.held, is_last=True)
+        yield from self.split_text(self.held_back, is_last=True)
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
             written += value if isinstance(value, list) else [value]
@@ -617,7 +624,7 @@ class ReplyParser:
             for function in written:
                 self.add_piece({"function": function})
         calls = [whole for call in self.calls for whole in self.whole_calls(call)]
-        self.calls, self.passed_on = mended([calls, self.passed_on])
+        self.calls, self.passed_on = without_surrogates([calls, self.passed_on])
 
     def whole_calls(self, call: Json) -> list[Json]:
         """Return a call as the API has it; several if their arguments were joined."""
@@ -694,7 +701,7 @@ def add_fields(total: Json, more: Json) -> Json:
     return total
 
 
-def mended(value: Any) -> Any:
+def without_surrogates(value: Any) -> Any:
     """Return JSON without lone surrogates: gateways send them, no file holds them."""
     if isinstance(value, str) and value.isascii():  # the usual case
         return value
@@ -1007,7 +1014,7 @@ class Service:
         message = choice.get("message") or {}
         # Some reasoning parsers return the whole answer as reasoning.
         thought = message.get("reasoning_content") or message.get("reasoning")
-        return mended(text_of(message) or thought or "")
+        return without_surrogates(text_of(message) or thought or "")
 
 
 def is_openai(url: HttpUrl | None) -> bool:
@@ -1166,7 +1173,7 @@ async def completions(
 
 def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnRequest:
     """Return the turn that is asked for. It has a session only if memory is used."""
-    history = mended(body.model_dump(exclude_unset=True)["messages"])
+    history = without_surrogates(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
     options = dict(body.model_extra or {})
     if body.tools:
@@ -1177,7 +1184,7 @@ def turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> TurnReq
     user_id = user_of(body, headers)
     if user_id and turn.query and body.store is not False and memory_is_on(headers):
         session = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")
-        session = mended(str(session or "")).strip()
+        session = without_surrogates(str(session or "")).strip()
         turn.user_id = user_id
         try:
             turn.session_id = str(UUID(session))

@@ -13,8 +13,8 @@ the functions for files, and Locks are the way to the disk.
     async def complete(messages, json_schema):  # ask your model for such JSON
         return '{"operations": []}'
 
-    async with Memory("data", complete) as memory:
-        async with memory.turn("Ann", "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b") as turn:
+    async with Memory("data", complete) as memories:
+        async with memories.turn("Ann", "6f1c2f0e-7d1b-4b8e-9a53-1f0f6a1d2c3b") as turn:
             hints = await turn.hints("What tools do I use?")
             prompt = turn.fit_context("You are helpful.", hints, limit=6000)  # tokens
             await turn.save("What tools do I use?", "Shram and Magnet.")
@@ -605,10 +605,12 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# A request's share of the context, by `count_tokens` (3 bytes each). In JSON a token
-# has 2.6 bytes (vLLM), so about 3/4 is used in truth. The answer has the rest.
-REQUEST_SHARE = 5 / 8
+# How a learning call divides the context, by `count_tokens` (3 bytes each). In JSON a
+# token has 2.6 bytes (vLLM), so 5/8 are about 3/4 in truth. The answer has the rest.
+REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
+FACTS_SHARE = 1 / 5  # of what the examples leave
+TURNS_SHARE = 1 / 6  # of the context, for a batch of several turns
 
 
 class Learner:
@@ -729,7 +731,7 @@ class Learner:
         """Return the first turns that fit one call. A turn that failed goes alone."""
         has_failed = self.failures[folder, unlearned[0]["source"]] > 0
         batch = unlearned[: 1 if has_failed else BATCH_TURNS]
-        budget = self.memory.limits().context_tokens // 6
+        budget = int(self.memory.limits().context_tokens * TURNS_SHARE)
         fit = fit_budget(batch, budget, lambda t: t["query"] + t["response"][:1000])
         return fit or batch[:1]
 
@@ -742,7 +744,8 @@ class Learner:
         room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
         prompt = learning_prompt(int(room * EXAMPLES_SHARE) // divisor)
         budget = (room - prompt_tokens(prompt)) // divisor
-        shown = await self.facts_to_show(user, record, batch, budget // 5)
+        facts_budget = int(budget * FACTS_SHARE)
+        shown = await self.facts_to_show(user, record, batch, facts_budget)
         request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
@@ -1109,25 +1112,25 @@ def is_invented(text: str, query: str) -> bool:
     return not share_word(text, query) and script(text) == script(query)
 
 
-def is_clear(op: str, known: str, text: str, query: str) -> bool:
-    """Tell whether a change surely means this known fact, so that nobody is asked.
+def is_clear(op: str, fact: str, text: str, query: str) -> bool:
+    """Tell whether a change surely means this fact, so that nobody is asked.
 
     A delete is clear if the user named every word of the fact. An update is clear if
     its text is not invented, and the fact shares a word with it or with the message.
     """
     if op == "delete":
         said = word_set(query)
-        return all(any_alike([word], said) for word in word_set(known))
-    meant = share_word(known, query) or share_word(known, text)
+        return all(any_alike([word], said) for word in word_set(fact))
+    meant = share_word(fact, query) or share_word(fact, text)
     return meant and not is_invented(text, query)
 
 
-def is_rest(text: str, known: str, query: str) -> bool:
+def is_rest(text: str, fact: str, query: str) -> bool:
     """Tell whether a text is what remains of a fact: less of it, in its own words."""
-    rest, whole = word_set(text), word_set(known)
+    rest, whole = word_set(text), word_set(fact)
     if not rest or not rest < whole or forbidden(text):
         return False
-    same_beginning = split_words(text)[:1] == split_words(known)[:1]
+    same_beginning = split_words(text)[:1] == split_words(fact)[:1]
     return same_beginning and any_alike(whole - rest, word_set(query))
 
 
