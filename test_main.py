@@ -1889,24 +1889,16 @@ async def test_of_more_facts_the_profile_and_the_relevant_are_told(learner, tmp_
     assert learner.embedded == [["Q: When did I see Lima, or Oslo and Lima?"]]
 
 
-async def test_what_waits_is_told_newest_first_to_other_sessions(opened, learner):
+async def test_what_waits_and_is_not_replayed_is_told_newest_first(opened, learner):
     with learner.learning_paused():
         await say(opened, "I play chess")
-        await say(opened, "I like tea")
+        async with opened.turn("ann", MONDAY) as turn:
+            await turn.save("I like tea", "", "error")  # it is not replayed
         same = await say(opened, "Hello!")
         async with opened.turn("ann", TUESDAY) as turn:
             other = await turn.hints("Hello!")
     assert other.just_said == ["Hello!", "I like tea", "I play chess"]
-    assert same.just_said == []
-
-
-async def test_what_was_said_in_a_failed_turn_is_told_until_it_is_learned(
-    opened, learner
-):
-    with learner.learning_paused():
-        async with opened.turn("ann", MONDAY) as turn:
-            await turn.save("I like tea", "", "error")
-        assert (await say(opened, "Hello!")).just_said == ["I like tea"]
+    assert same.just_said == ["I like tea"]
 
 
 @cases(
