@@ -284,12 +284,8 @@ class AgentRun:
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
         # Fields of the event `done`, filled round by round
-        self.outcome: Json = {
-            "turn": 0,
-            "rounds": 0,
-            "finish_reason": "",
-            "usage": None,
-        }
+        self.outcome: Json = {"turn": 0, "rounds": 0, "finish_reason": ""}
+        self.outcome["usage"] = None
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
@@ -317,6 +313,7 @@ class AgentRun:
         """Answer the message, and save the turn even if that fails."""
         status = "interrupted"
         row: Json = {"started_at": memory.now(), "tools": self.tool_rows}
+        row["reasoning_mode"] = self.request.reasoning_mode
         try:
             await self.answer_query(turn)
             status = "complete"
@@ -328,7 +325,6 @@ class AgentRun:
             if not self.client_calls:
                 self.outcome["turn"] = turn.number
                 row["rounds"] = self.outcome["rounds"]
-                row["reasoning_mode"] = self.request.reasoning_mode
                 await turn.save(self.request.query, self.reply.text, status, **row)
 
     async def answer_query(self, turn: memory.Turn | None) -> None:
@@ -339,7 +335,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
-        # First the prompt, which removes hints that do not fit.
+        # Before the event, because `fit_context` removes hints that do not fit.
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         await self.events.emit(
@@ -464,7 +460,7 @@ class AgentRun:
         arguments = parse_arguments(function["arguments"])
         row = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
         self.tool_rows.append(row)  # now, so that an interrupted turn keeps it
-        # If malformed JSON or names stay, endpoints refuse all later requests.
+        # In the messages, too, because endpoints refuse malformed JSON and names.
         function["arguments"] = json.dumps(arguments or {})
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64] or "unnamed"
         about = {"id": call["id"], "name": name}
@@ -509,16 +505,16 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     rest = [message for message in history if message["role"] not in system]
     users = (n for n, message in enumerate(rest) if message["role"] == "user")
     last = max(users, default=0)
-    excess = tokens_in(prompt + rest) - limit
-    if block and memory.count_tokens(block) <= -excess:
+    room = limit - tokens_in(prompt + rest)
+    if block and memory.count_tokens(block) <= room:
         rest[last] = with_hints(rest[last], block)
     earlier, query, later = rest[:last], rest[last : last + 1], rest[last + 1 :]
     # Each drop ends before a message of this role, so that no answer loses its question
     # and no result its call.
     for messages, first_role in ((earlier, "user"), (later, "assistant")):
-        if excess > 0:
-            while messages and (excess > 0 or messages[0]["role"] != first_role):
-                excess -= tokens_in([messages.pop(0)])
+        if room < 0:
+            while messages and (room < 0 or messages[0]["role"] != first_role):
+                room += tokens_in([messages.pop(0)])
     return prompt + earlier + query + later
 
 
@@ -555,7 +551,7 @@ class ReplyParser:
     text = ""  # so far, without what was taken back
     finish_reason = ""
     held_back = ""  # half of a tag or a character, which waits for the other half
-    thinking = False  # whether <think> is open
+    thinking: bool | None = None  # is <think> open? None: the prompt may have opened it
 
     def __init__(self, offered: Iterable[Json] = ()):
         functions = [tool.get("function") for tool in offered]
@@ -579,6 +575,7 @@ class ReplyParser:
             add_fields(self.passed_on, unknown)
             yield {"type": "passed_on", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+            self.thinking = False
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
         if text := text_of(delta, "") or delta.get("refusal"):
             yield from self.split_text(self.held_back + text)
@@ -589,12 +586,11 @@ class ReplyParser:
         """Tell text from thinking, although their tags may come in pieces."""
         half = HALF.search(text)
         self.held_back = half[0] if half and not is_last else ""
-        for part in re.split(
-            "(</?think>)", without_surrogates(text.removesuffix(self.held_back))
-        ):
+        text = without_surrogates(text.removesuffix(self.held_back))
+        for part in re.split("(</?think>)", text):
             if part == "<think>" and not self.text:
                 self.thinking = True
-            elif part == "</think>":  # its beginning may stand in the prompt's template
+            elif part == "</think>" and self.thinking is not False:
                 yield from self.take_back()
                 self.thinking = False
             elif part and self.thinking:
@@ -618,7 +614,7 @@ class ReplyParser:
         for value in map(json.loads, json_texts(self.text)):
             written += value if isinstance(value, list) else [value]
         names = [value.get("name") for value in written if isinstance(value, dict)]
-        are_calls = len(names) == len(written) and {*names} <= {*self.names}
+        are_calls = len(names) == len(written) and all(n in self.names for n in names)
         if written and are_calls and not self.calls:
             yield from self.take_back()
             for function in written:
@@ -637,9 +633,8 @@ class ReplyParser:
     def message(self, calls: list[Json]) -> Message:
         """Return the whole reply as a message."""
         message = {"role": "assistant", "content": self.text or None}
-        return (
-            message | self.passed_on["delta"] | ({"tool_calls": calls} if calls else {})
-        )
+        message |= self.passed_on["delta"]
+        return message | {"tool_calls": calls} if calls else message
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece of a call to the call that it continues, or begin another one.
@@ -694,7 +689,7 @@ def add_fields(total: Json, more: Json) -> Json:
         old: Any = total.get(name)
         if isinstance(old, dict) and isinstance(value, dict):
             total[name] = add_fields({**old}, value)
-        elif type(old) is type(value) and type(value) in (str, list, int, float):
+        elif {type(old), type(value)} in ({str}, {list}, {int}, {float}, {int, float}):
             total[name] = old + value
         else:
             total[name] = value
@@ -767,25 +762,25 @@ class Endpoint:
         self.failure: Failure | None = None  # why the last listing failed
         self.may_list_at = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
+        limits = {"connect": 5.0, "pool": 5.0}  # seconds; pool: also to find the host
+        self.patience = openai.Timeout(5 * timeout, **limits)  # for a whole answer
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
-            timeout=openai.Timeout(timeout, connect=5.0, pool=5.0),  # pool: DNS too
+            timeout=openai.Timeout(timeout, **limits),
             max_retries=1,
             # A redirect would carry prompts elsewhere.
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
         )
-        patient = openai.Timeout(5 * timeout, connect=5.0, pool=5.0)  # a whole answer
-        self.slow_client = self.client.with_options(timeout=patient)
 
     async def stream(self, body: Json, receive: Callable[[Json], Any]) -> None:
         """Hand over the chunks of a reply, or the reply if it is not streamed."""
         # As dicts, because openai makes a typed object of each chunk, which costs CPU.
         raw: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
-        client = self.client if body.get("stream") else self.slow_client
+        raw["options"] = {} if body.get("stream") else {"timeout": self.patience}
         with endpoint_errors():  # a chunk may have any shape
-            opening = client.post("/chat/completions", body=body, stream=True, **raw)
-            async with await opening as sent:
+            post = self.client.post("/chat/completions", body=body, stream=True, **raw)
+            async with await post as sent:
                 if "json" in sent.response.headers.get("Content-Type", ""):
                     await receive(json.loads(await sent.response.aread()))
                     return
@@ -795,9 +790,10 @@ class Endpoint:
 
     async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
         """Return an answer that is not streamed."""
-        client = self.slow_client if is_slow else self.client
+        options: Any = {"timeout": self.patience} if is_slow else {}
+        raw = {"cast_to": object, "options": options}
         with endpoint_errors():
-            return await client.post(path, body=body, cast_to=object)
+            return await self.client.post(path, body=body, **raw)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text.
@@ -850,8 +846,8 @@ class Endpoint:
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        # A model that is set needs one listing too, because the list tells its context.
-        # If none is set, the server may serve another by now.
+        # A model that is set needs one listing, which tells its context. If none is set,
+        # the list is read again, because the server may serve another model by now.
         if not self.configured_model or not self.contexts:
             await self.list_models()
         if not self.model:
@@ -898,7 +894,7 @@ def error_sentence(body: Any, key: str = "") -> str:
     if isinstance(body, dict):
         body = body.get("message") or body.get("detail")
     sentence = str(body or "")
-    if key:
+    if key not in ("", "EMPTY"):  # which stands for no key
         sentence = sentence.replace(key, "[removed]")
     return memory.one_line(memory.redact(sentence))[:300]
 
@@ -950,7 +946,7 @@ class Service:
             await endpoint.list_models()
             served = endpoint.failure or [*endpoint.contexts][:9]
             url = memory.redact(str(endpoint.client.base_url))  # of a password
-            log.info("%r at %s, which serves %s", endpoint.model, url, served)
+            log.info("model %r at %s: %s", endpoint.model, url, served)
         await self.memory.open()
 
     async def close(self) -> None:
@@ -1340,7 +1336,7 @@ async def on_error(request: Request, error: Any) -> Response:
     status = error.status_code
     # A wrong body is 400 on /v1, as at OpenAI, and 422 elsewhere. FastAPI itself has
     # 400 for unreadable JSON, and 422 for wrong fields.
-    if status in (400, 422):
+    if status in (400, 422) and not isinstance(error, Failure):
         status = 400 if on_v1 else 422
     content = openai_error(error) if on_v1 else {"detail": error.detail}
     return Response(to_json(content), status, error.headers, "application/json")

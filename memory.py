@@ -3,8 +3,8 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes can be made again from them. When `Turn.save` returns, the
 turn is on disk. It is learned later, in the background. To copy this file, install
-faiss-cpu, tinydb and "mem0ai>=2.2,<2.3". Mem0 brings pydantic and numpy; it must be
-2.2, because `open_mem0` and FactStore use private names. Python 3.11, and Linux or macOS (fcntl), are needed.
+faiss-cpu, tinydb and "mem0ai>=2.2,<2.3", whose private names `open_mem0` and FactStore
+use. Mem0 brings pydantic and numpy. Python 3.11 on Linux or macOS (fcntl) is needed.
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -118,7 +118,7 @@ class Fact(TypedDict):
     frequency: PositiveInt  # how often the user said it
     created_at: Time
     last_seen_at: Time
-    source: str  # session_id/turn
+    source: str  # session_id/turn where it was said last
 
 
 class TurnRow(TypedDict):
@@ -167,7 +167,7 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 
 def cut_middle(text: str, size: int) -> str:
-    """Return at most `size` UTF-8 bytes of a text: all of it, or beginning and end."""
+    """Return a text of at most `size` (7 or more) UTF-8 bytes: all, or its two ends."""
     content = text.encode("utf-8", "replace")
     if len(content) <= size:
         return text
@@ -197,7 +197,8 @@ class Memory:
             smaller request may help. After any other exception it is asked again later.
         embed: Async. Returns one vector per text. None: search by words only.
         rerank: Async. Gets a query, texts and k; returns positions and relevances.
-        limits: Returns the limits of the two models as they are known now.
+        limits: Returns what is known of the two models now.
+        settings: Their defaults serve; see Settings.
     """
 
     def __init__(
@@ -491,7 +492,7 @@ class Turn:
 
         What changes comes last, so that a server can reuse its cache for the rest. If
         the prompt is too long, these go in this order: the oldest turns, in blocks,
-        until two are left; hints, lowest score first; the summary; the last two turns.
+        until two are left; hints, from the last; the summary; the last two turns.
         The hints that go are removed from `hints`, which then says what is shown.
 
         Raises:
@@ -510,7 +511,7 @@ class Turn:
             if len(turns) > 2:
                 turns = turns[min(block_size, len(turns) - 2) :]
             elif hints.facts:
-                hints.facts.remove(min(hints.facts, key=lambda fact: fact["score"]))
+                hints.facts.pop()
             elif hints.just_said:
                 hints.just_said.pop()
             elif summary:
@@ -536,8 +537,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # Counted before the write, so that `pending` is never 0 while this turn waits,
-        # and again if the learner counted meanwhile. The learner's next count is exact.
+        # So that `pending` is never 0 while a turn waits: before the write, and again
+        # after it, because the learner may have set its own count in between.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -605,8 +606,8 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call divides the context, by `count_tokens` (3 bytes each). In JSON a
-# token has 2.6 bytes (vLLM), so 5/8 are about 3/4 in truth. The answer has the rest.
+# Shares of a learning call by `count_tokens` (3 bytes each). JSON has 2.6 bytes a token
+# (vLLM), so 5/8 are really about 3/4 of the context. The answer has the rest.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 FACTS_SHARE = 1 / 5  # of what the examples leave
@@ -786,7 +787,7 @@ class Learner:
         still_true = await self.still_true(fact["text"], query)
         if still_true is None:  # nothing of it
             return [operation]
-        # The fact stays, or a part of it. So an update's text is another fact.
+        # The fact stays, whole or in part. So an update's text is another fact.
         added = []
         if op == "update" and not is_invented(operation.text, query):
             added = [operation._replace(op="add", fact=None)]
@@ -795,7 +796,7 @@ class Learner:
             rest = rest._replace(kind=fact["kind"], importance=fact["importance"])
             return [rest, *added]
         if op == "delete" and share_word(fact["text"], query):
-            return [operation]
+            return [operation]  # the model's two answers differ, but the user named it
         return added
 
     async def still_true(self, known: str, query: str) -> str | None:
@@ -807,7 +808,7 @@ class Learner:
         prompt.append(as_message("user", question))
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
         left = await self.ask(prompt, schema, "left", str | None)
-        return one_line(left) if left else None
+        return None if left is None else one_line(left)
 
     async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
         """Summarize the oldest turns of each session of a batch that is long."""
@@ -829,8 +830,8 @@ class Learner:
         # At most 2 * keep at once: of more turns, only a few words each would fit. The
         # rest follows after the next turns.
         old = verbatim[:-keep][: 2 * keep]
-        # Bytes for all turns, and as many for the summary so far: by `count_tokens`, a
-        # sixth of the context each.
+        # A sixth of the context for all turns, and one for the summary so far. A token
+        # counts as 3 bytes, so that is half as many bytes as the context has tokens.
         max_bytes = self.memory.limits().context_tokens // 2
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
@@ -857,7 +858,7 @@ class Learner:
             raise
         except Exception as error:  # whatever kept the endpoint from answering
             raise ConnectionError("the model gave no answer") from error
-        answer = parse_answer(text, key, expected_type)
+        answer = parse_answer(text or "", key, expected_type)
         self.memory.degraded.pop("learning", None)
         return answer
 
@@ -947,8 +948,8 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # Only a turn that is alone can be longer than `next_batch` allows. Its query may
-    # have one byte for each token of the budget, so a third of it.
+    # `next_batch` keeps several turns short, so these cut only a turn that is alone. At
+    # 3 bytes a token, the query gets a third of the budget, the response a ninth.
     query_bytes = max(500, budget)
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1078,8 +1079,8 @@ def check_operation(
         return "evidence"
     turn = quoted[-1]  # the newest
     fact = facts.get(str(row.get("id"))) if op != "add" else None
-    if op == "update" and not fact:
-        op = "add"
+    if op == "update" and (not fact or fact["text"] == text):  # it was said again
+        op, fact = "add", None
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     given = row.get("importance")  # NaN stays NaN, and is refused below
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
@@ -1090,9 +1091,7 @@ def check_operation(
     elif not importance >= 0.2:
         rule = "importance"
     elif op == "add" and is_invented(text, turn["query"]):
-        rule = "invented"  # for an update, the model is asked what is still true
-    elif fact and text == fact["text"]:
-        rule = "unchanged"
+        rule = "invented"  # an update is left to `confirm_change`
     else:
         rule = forbidden(text)
     return rule or Operation(op, fact, text, kind, importance, turn)
@@ -1193,8 +1192,8 @@ class FactStore:
         if twin and twin["id"] != id:
             if twin["source"] != source:  # in the same turn it counts once
                 # Not through Mem0, because that would be a row of history.
-                seen = max(twin["last_seen_at"], at)
-                again: Any = {"frequency": twin["frequency"] + 1, "last_seen_at": seen}
+                again: Any = {"frequency": twin["frequency"] + 1, "source": source}
+                again["last_seen_at"] = max(twin["last_seen_at"], at)
                 self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":
                 self.mem0.delete(id)  # it would only repeat its twin
@@ -1202,7 +1201,7 @@ class FactStore:
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": source, "last_seen_at": at}
         if operation.op == "update":
-            self.mem0.update(id, text, metadata=new)
+            self.mem0.update(id, text, metadata=new)  # it keeps the other fields
         else:
             new |= {"frequency": 1, "created_at": at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
@@ -1279,8 +1278,8 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
 ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
-MIN_BEST_SHARE = 0.59  # of `chance`, for the best entry, or nothing is found
-MIN_SHARE = 0.3  # of `chance`, for every entry
+MIN_BEST_SHARE = 0.59  # of `chance`: if the best entry has less, nothing is found
+MIN_SHARE = 0.3  # of `chance`: an entry that has less is not found
 FEW = 8  # entries; the cosines of fewer have no distribution
 # SQL: the score of an entry for each word of the query that it holds, in a strict
 # search and in a loose one. The weights are of text, before, after and day.
@@ -1845,7 +1844,7 @@ class User(UserFiles):
         unlearned = self._unlearned_turns(record)
         ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
-        if is_late or not ids <= record.facts.keys():
+        if is_late or not (operations or batch) or not ids <= record.facts.keys():
             return record, unlearned
         store = FactStore(record)
         for operation in operations:

@@ -263,7 +263,7 @@ class Chat:
 
     def __init__(self, url, folder):
         self.url, self.folder = url, folder
-        self.http = httpx.Client(base_url=url, timeout=20, verify=False)  # saves 40 ms
+        self.http = httpx.Client(base_url=url, timeout=20, verify=False)  # no TLS
 
     def ask(self, message, user="ann", session=MONDAY, **fields):
         """Send a message and return the events of the answer."""
@@ -509,9 +509,8 @@ def test_two_users_share_nothing(chat, model, tea):
 
 @cases(
     "fields",
-    ("longest name", {"message": "Hi", "user_id": "a" * 128}),
+    ("longest name and message", {"message": "a" * 32_000, "user_id": "a" * 128}),
     ("name in any script", {"message": "Hi", "user_id": "..Ána María 李 👩‍🚀"}),
-    ("longest message", {"message": "a" * 32_000}),
     ("message of odd characters", {"message": "\u2028 \x00 😀"}),
     ("query for message", {"query": "Hi"}),
     ("null for reasoning", {"message": "Hi", "reasoning_mode": None}),
@@ -544,7 +543,7 @@ def test_three_spellings_are_one_user_and_one_session(chat):
 )
 def test_a_wrong_request_is_refused_and_the_model_is_not_asked(chat, model, wrong):
     response = chat.http.post("/chat", json=HELLO | {"message": "my word"} | wrong)
-    assert (response.status_code, "detail" in response.json()) == (422, True)
+    assert response.status_code == 422 and "detail" in response.json()
     assert "my word" not in response.text
     assert model.requests == []
 
@@ -586,11 +585,11 @@ def test_an_answer_comes_in_events_and_ends_with_done(chat, model):
 def test_thinking_calls_and_results_are_events_in_order(chat, model):
     before = [{"reasoning_content": "Hm."}, {"content": "Let me see."}]
     model.answers = [before + tool_call("calculate", expression="6 * 7"), reply("42.")]
-    _, thinking, _, thought, call, result, *_ = chat.ask("What is 6 * 7?")
+    _, thinking, _, thought, called, result, *_ = chat.ask("What is 6 * 7?")
     assert thinking == {"type": "thinking", "round": 1, "text": "Hm."}
     assert thought == {"type": "thought", "round": 1, "text": "Let me see."}
     known = {"round": 1, "id": "call_1", "name": "calculate"}
-    assert call == known | {"type": "tool_call", "arguments": {"expression": "6 * 7"}}
+    assert called == known | {"type": "tool_call", "arguments": {"expression": "6 * 7"}}
     assert isinstance(result.pop("ms"), int)
     assert result == known | {"type": "tool_result", "ok": True, "content": "42"}
 
@@ -666,7 +665,7 @@ def test_a_turn_beyond_the_limit_is_refused_and_told_when_to_retry(start, model)
             wait_until(lambda: model.requests)
             refused = chat.http.post("/chat", json=HELLO | {"user_id": "bob"})
         wait_until(lambda: chat.http.post("/chat", json=HELLO).status_code == 200)
-    assert (refused.status_code, "detail" in refused.json()) == (503, True)
+    assert refused.status_code == 503 and "detail" in refused.json()
     assert int(refused.headers["Retry-After"]) > 0
 
 
@@ -687,8 +686,8 @@ def read_stream(parts):
 @cases(
     "parts, answer, thinking",
     ("nulls", [{"content": None, "tool_calls": None}, *reply("Hi")], "Hi", ""),
-    ("no delta", [{"choices": [{"delta": None}]}, *reply("Hi")], "Hi", ""),
-    ("no choices", [{"choices": None}, *reply("Hi")], "Hi", ""),
+    ("nulls", [{"choices": [{"delta": None}]}, {"choices": None}, "stop"], "", ""),
+    ("a closing tag", reply("<think>Hm</think>", "a </think> b"), "a </think> b", "Hm"),
     ("two parts", [{"content": [{"text": "H"}, {"text": "i"}]}, "stop"], "Hi", ""),
     ("thinking parts", [{"content": [{"thinking": []}]}, *reply("Hi")], "Hi", ""),
     ("an end in each piece", [*reply("H"), *reply("i")], "Hi", ""),
@@ -696,6 +695,7 @@ def read_stream(parts):
     ("reasoning", [{"reasoning": "Hm"}, *reply("Hi")], "Hi", "Hm"),
     ("both", [{"reasoning": "H", "reasoning_content": "H"}, *reply("Hi")], "Hi", "H"),
     ("a tag in pieces", reply("<thi", "nk>2 <", " 3</", "think>", "Hi"), "Hi", "2 < 3"),
+    ("an object for a name", reply('{"name": {}}'), '{"name": {}}', ""),
     ("a tag letter by letter", reply(*"<think>Hm</think>\nHi"), "Hi", "Hm"),
     ("a tag that stays open", reply("<think>Hm, ", "2 </th"), "", "Hm, 2 </th"),
     ("a tag inside the text", reply("See ", "<think>", "."), "See <think>.", ""),
@@ -867,7 +867,7 @@ def test_a_bug_of_ours_is_internal_and_only_the_log_has_more(chat, monkeypatch, 
     monkeypatch.setitem(tools.TOOLS, "broken", None)
     last = chat.ask("Hi!")[-1]
     assert (last["type"], last["code"]) == ("error", "internal")
-    assert ("NoneType" in last["message"], "Traceback" in caplog.text) == (False, True)
+    assert "NoneType" not in last["message"] and "Traceback" in caplog.text
 
 
 @cases(
@@ -937,8 +937,8 @@ SUM = tool_call("calculate", expression="1 + 1")
 def test_a_tool_is_run_and_its_result_goes_back_to_the_model(chat, model):
     model.answers = [tool_call("calculate", expression="17 * 23"), reply("391.")]
     done = chat.ask("What is 17 * 23?")[-1]
-    *_, call, result = model.requests[1]["messages"]
-    assert call["tool_calls"][0]["id"] == "call_1"
+    *_, called, result = model.requests[1]["messages"]
+    assert called["tool_calls"][0]["id"] == "call_1"
     assert result == {"role": "tool", "tool_call_id": "call_1", "content": "391"}
     assert (done["response"], done["rounds"]) == ("391.", 2)
     [turn] = chat.turns()
