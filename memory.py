@@ -687,46 +687,43 @@ class Learner:
                 delay = min(60.0, 2 * delay)
 
     async def learn_next(self, folder: str) -> bool:
-        """Learn the turns that have waited longest. Tell whether more wait."""
+        """Learn the turns that have waited longest. Tell whether there were any."""
         user = self.memory.user_in_folder(folder)
         record, unlearned = await user.read()
         self.pending[folder] = len(unlearned)
         if unlearned:
             batch = self.next_batch(folder, unlearned)
-            record, unlearned = await self.learn_batch(user, record, batch)
-            self.pending[folder] = len(unlearned)
+            await self.learn_batch(user, record, batch)
             if self.settings.summaries:
                 await self.summarize_long(user, batch)
-        if not unlearned:
-            facts = scored(record.facts)
-            # If they do not all fit, they will be searched.
-            if fit_budget(facts, self.settings.hint_tokens) != facts:
-                await self.memory.embed_missing(user, FACT_VECTORS)
-        return bool(unlearned)
+            return True
+        facts = scored(record.facts)
+        # If they do not all fit, they will be searched.
+        if fit_budget(facts, self.settings.hint_tokens) != facts:
+            await self.memory.embed_missing(user, FACT_VECTORS)
+        return False
 
     async def learn_batch(
         self, user: "User", record: "UserRecord", batch: UnlearnedTurns
-    ) -> tuple["UserRecord", UnlearnedTurns]:
-        """Learn from turns. Return the facts, and what waits then.
+    ) -> None:
+        """Learn from turns.
 
         Each failure cuts a turn shorter. After three, the turn counts as learned.
         """
         first, folder = batch[0]["source"], user.folder.name
         try:
             operations = await self.ask_operations(user, record, batch)
-            return await user.apply(operations, batch)
+            await user.apply(operations, batch)
         except (NotFound, OSError):
             raise
         except Exception as error:  # an answer of no use, or a fault of ours
             is_ours = not isinstance(error, RequestRefused)
             log.warning("learning %s failed: %r", first, error, exc_info=is_ours)
             self.failures.update((folder, turn["source"]) for turn in batch)
-        if self.failures[folder, first] < 3:
-            return await user.read()
-        after = await user.apply([], batch)
-        log.error("turn %s is given up: it counts as learned", first)
-        self.memory.given_up += 1
-        return after
+            if self.failures[folder, first] >= 3:
+                await user.apply([], batch)
+                log.error("turn %s is given up: it counts as learned", first)
+                self.memory.given_up += 1
 
     def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
         """Return the first turns that fit one call. A turn that failed goes alone."""
@@ -1834,8 +1831,8 @@ class User(UserFiles):
     @locked
     def apply(
         self, operations: list[Operation], batch: UnlearnedTurns, record_id: str = ""
-    ) -> tuple[UserRecord, UnlearnedTurns]:
-        """In one write, change facts and mark turns as learned. Return like `read`.
+    ) -> None:
+        """In one write, change facts and mark turns as learned.
 
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
@@ -1845,7 +1842,7 @@ class User(UserFiles):
         ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
         if is_late or not (operations or batch) or not ids <= record.facts.keys():
-            return record, unlearned
+            return
         store = FactStore(record)
         for operation in operations:
             store.apply(operation)
@@ -1853,7 +1850,6 @@ class User(UserFiles):
             record.learned[turn["session_id"]] = turn["turn"]
         store.evict(self.max_facts)
         self._write(record)
-        return record, self._unlearned_turns(record)
 
     @locked
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
