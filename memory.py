@@ -959,20 +959,24 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
             response = ""
         at = local_time(row["ended_at"]).isoformat(timespec="minutes")
         turns.append({"at": at, "query": query, "response": response})
-    numbered = [{"id": id, "text": fact["text"]} for id, fact in enumerate(facts)]
-    today = turns[-1]["at"][:10]
-    return as_message("user", {"today": today, "facts": numbered, "turns": turns})
+    return as_message(
+        "user", learning_question([fact["text"] for fact in facts], turns)
+    )
+
+
+def learning_question(facts: list[str], turns: list[Json]) -> Json:
+    """Return what the model is asked: which facts do the turns change?"""
+    numbered = [{"id": id, "text": text} for id, text in enumerate(facts)]
+    return {"today": turns[-1]["at"][:10], "facts": numbered, "turns": turns}
 
 
 def learning_example(facts: Any, turns: Any, operations: Any) -> list[Message]:
     """Return an example as a request and its answer, all on one day."""
     at = "2025-03-05T09:00+00:00"
-    numbered = [{"id": id, "text": text} for id, text in enumerate(facts)]
     said = [{"at": at, "query": query, "response": text} for query, text in turns]
     names = ("evidence", "kind", "op", "id", "text", "importance")
     rows = [dict(zip(names, values)) for values in operations]
-    request = {"today": at[:10], "facts": numbered, "turns": said}
-    return exchange(request, {"operations": rows})
+    return exchange(learning_question(facts, said), {"operations": rows})
 
 
 @functools.lru_cache(maxsize=16)
