@@ -63,7 +63,7 @@ def split_names(names: Any) -> Any:
     return re.findall(r"[^,\s]+", names) if isinstance(names, str) else names
 
 
-# A key of spaces is an error, because it would leave the service open.
+# Spaces alone are an error: stripped, they would be no key, and the service open.
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
@@ -193,7 +193,7 @@ class Failure(HTTPException):
     ):
         self.code, self.upstream_status = code, upstream_status
         status, sentence = FAILURES[code]
-        # The endpoint's 4xx goes on to the client, but 408 would call the client slow.
+        # The endpoint's 4xx is passed on, except 408, which would blame the client.
         if 400 <= upstream_status < 500 and upstream_status != 408:
             status = upstream_status
         # OpenAI's clients retry by themselves, and each retry would save another turn.
@@ -209,7 +209,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 class EventStream:
     """The events of one turn, between its task and its client.
 
-    The README lists them, except `passed_on`: what a reply holds besides, for /v1.
+    The README lists them, but not `other_fields`: fields of a reply that only /v1 sends.
     """
 
     task: asyncio.Task[None]  # of the turn; `Service.begin` sets it
@@ -228,7 +228,8 @@ class EventStream:
             async with asyncio.timeout(self.unread_limit):
                 await self.queue.put(event)
         except TimeoutError:
-            raise asyncio.CancelledError from None  # as when the client disconnects
+            self.task.cancel()  # all of the turn, as when the client disconnects
+            raise asyncio.CancelledError from None
 
     async def fail(self, failure: Failure) -> None:
         """Emit `error`. In a full queue it takes the place of the oldest event."""
@@ -283,9 +284,8 @@ class AgentRun:
         self.tool_rows: list[Json] = []  # the calls with their results, as saved
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
-        # Fields of the event `done`, filled round by round
-        self.outcome: Json = {"turn": 0, "rounds": 0, "finish_reason": ""}
-        self.outcome["usage"] = None
+        done = {"turn": 0, "rounds": 0, "finish_reason": "", "usage": None}
+        self.outcome: Json = done  # fields of the event `done`, filled round by round
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
@@ -335,7 +335,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
-        # Before the event, because `fit_context` removes hints that do not fit.
+        # Before the event `memory`, because `fit_context` removes hints that do not fit.
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         await self.events.emit(
@@ -386,7 +386,7 @@ class AgentRun:
                 await self.run_calls(calls)
                 tool_choice = None
             elif self.reply.text or outcome["finish_reason"] != "stop":
-                break  # an answer; or none, because it was cut (`length`)
+                break  # an answer, or one that was cut before its first word
             elif tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
@@ -460,15 +460,15 @@ class AgentRun:
         arguments = parse_arguments(function["arguments"])
         row = {"name": name, "arguments": arguments or {}, "ok": False, "content": ""}
         self.tool_rows.append(row)  # now, so that an interrupted turn keeps it
-        # In the messages, too, because endpoints refuse malformed JSON and names.
+        # `function` is in the messages, and endpoints refuse malformed JSON and names.
         function["arguments"] = json.dumps(arguments or {})
         function["name"] = re.sub("[^a-zA-Z0-9_-]", "_", name)[:64] or "unnamed"
         about = {"id": call["id"], "name": name}
         is_plan = self.functions.get(name) == self.plan  # it has its own event
         if not is_plan:
             await self.emit("tool_call", **about, arguments=row["arguments"])
-        limit = self.service.settings.tool_timeout
-        ok, content = await tools.call_tool(self.functions, name, arguments, limit)
+        timeout = self.service.settings.tool_timeout
+        ok, content = await tools.call_tool(self.functions, name, arguments, timeout)
         row.update(ok=ok, content=content)
         if not is_plan:
             ms = round((time.monotonic() - began) * 1000)
@@ -557,11 +557,11 @@ class ReplyParser:
         functions = [tool.get("function") for tool in offered]
         self.names = [str(f.get("name")) for f in functions if isinstance(f, dict)]
         self.calls: list[Json] = []
-        self.passed_on: Json = {"delta": {}}  # a choice with all unknown fields
+        self.other_fields: Json = {"delta": {}}  # unknown fields so far, as one choice
         self.usage: Json = {}
 
     def feed(self, chunk: Json) -> Iterator[Json]:
-        """Yield a chunk's events: `thinking`, `token`, `thought` and `passed_on`."""
+        """Yield a chunk's events: `thinking`, `token`, `thought` and `other_fields`."""
         choice = (chunk.get("choices") or [{}])[0]
         if error := chunk.get("error") or choice.get("error"):
             raise Failure("upstream_unavailable", error_sentence(error))
@@ -570,10 +570,10 @@ class ReplyParser:
         self.usage = chunk.get("usage") or self.usage
         reason = choice.get("finish_reason") or ("stop" if message else "")
         self.finish_reason = reason or self.finish_reason
-        unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
-        if unknown != {"delta": {}}:
-            add_fields(self.passed_on, unknown)
-            yield {"type": "passed_on", "choice": unknown}
+        others = other_fields(choice) | {"delta": other_fields(delta)}
+        if others != {"delta": {}}:
+            add_fields(self.other_fields, others)
+            yield {"type": "other_fields", "choice": others}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             self.thinking = False
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
@@ -620,11 +620,11 @@ class ReplyParser:
             for function in written:
                 self.add_piece({"function": function})
         calls = [whole for call in self.calls for whole in self.whole_calls(call)]
-        self.calls, self.passed_on = without_surrogates([calls, self.passed_on])
+        self.calls, self.other_fields = without_surrogates([calls, self.other_fields])
 
     def whole_calls(self, call: Json) -> list[Json]:
         """Return a call as the API has it; several if their arguments were joined."""
-        whole = {"id": call["id"], "type": "function"} | call["unknown"]
+        whole = {"id": call["id"], "type": "function"} | call["other_fields"]
         name = offered_name(call["name"], self.names)
         texts = json_texts(call["arguments"]) or [call["arguments"] or "{}"]
         functions = [{"name": name, "arguments": text} for text in texts]
@@ -633,7 +633,7 @@ class ReplyParser:
     def message(self, calls: list[Json]) -> Message:
         """Return the whole reply as a message."""
         message = {"role": "assistant", "content": self.text or None}
-        message |= self.passed_on["delta"]
+        message |= self.other_fields["delta"]
         return message | {"tool_calls": calls} if calls else message
 
     def add_piece(self, piece: Json) -> None:
@@ -661,35 +661,39 @@ class ReplyParser:
             for key, value in given.items()
         )
         if not call or (name and differs):
-            call = given | {"arguments": "", "unknown": {}}
+            call = given | {"arguments": "", "other_fields": {}}
             self.calls.append(call)
         for key, value in given.items():
             call[key] = call[key] or value  # what came first stays
         arguments = fields.get("arguments") or fields.get("parameters") or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
-        # Some servers repeat the whole arguments. But a part such as {"a": may recur.
+        # Skip whole arguments that a server repeats. A part such as {"a": may recur.
         if arguments != call["arguments"] or not json_texts(arguments):
             call["arguments"] += arguments
         # Gemini requires its `extra_content` back.
-        call["unknown"] |= unknown_fields(piece)
+        call["other_fields"] |= other_fields(piece)
 
 
-def unknown_fields(row: Json) -> Json:
+def other_fields(row: Json) -> Json:
     """Return what a message, a choice or a call holds beside the fields we know."""
     return {k: v for k, v in row.items() if k not in KNOWN_FIELDS and v is not None}
 
 
-def add_fields(total: Json, more: Json) -> Json:
+def add_fields(total: Json, more: Json, join_texts: bool = False) -> Json:
     """Add the pieces of a reply, or the usage of a round, to `total`, and return it.
 
-    Numbers are summed, texts and lists joined. An inner object is copied first.
+    Numbers are summed and lists joined. Texts are joined inside a `delta`; elsewhere
+    the newest counts, because Azure repeats them in each chunk.
     """
     for name, value in more.items():
         old: Any = total.get(name)
-        if isinstance(old, dict) and isinstance(value, dict):
-            total[name] = add_fields({**old}, value)
-        elif {type(old), type(value)} in ({str}, {list}, {int}, {float}, {int, float}):
+        kinds = {type(old), type(value)}
+        if kinds == {dict}:
+            total[name] = add_fields({**old}, value, join_texts or name == "delta")
+        elif (
+            kinds <= {int, float} or kinds == {list} or (join_texts and kinds == {str})
+        ):
             total[name] = old + value
         else:
             total[name] = value
@@ -762,7 +766,7 @@ class Endpoint:
         self.failure: Failure | None = None  # why the last listing failed
         self.may_list_at = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
-        limits = {"connect": 5.0, "pool": 5.0}  # seconds; pool: also to find the host
+        limits = {"connect": 5.0, "pool": 5.0}  # seconds; pool includes the DNS look-up
         self.patience = openai.Timeout(5 * timeout, **limits)  # for a whole answer
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
@@ -825,7 +829,7 @@ class Endpoint:
         return [(row["index"], row["relevance_score"]) for row in rows]
 
     async def list_models(self) -> None:
-        """List the models and contexts, once in 10 seconds at most (1 if it failed)."""
+        """List models and contexts, at most once in 10 seconds (1 after a failure)."""
         async with self.listing:
             if time.monotonic() < self.may_list_at:
                 return
@@ -846,8 +850,8 @@ class Endpoint:
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        # A model that is set needs one listing, which tells its context. If none is set,
-        # the list is read again, because the server may serve another model by now.
+        # A model that is set needs one listing, for its context. If none is set, the
+        # list is read again, because the server may serve another model by now.
         if not self.configured_model or not self.contexts:
             await self.list_models()
         if not self.model:
@@ -990,7 +994,7 @@ class Service:
         form = {"type": "json_schema", "json_schema": schema}
         body: Json = {"messages": messages, "response_format": form, "temperature": 0}
         body["model"] = self.settings.memory_model or await self.chat.model_name()
-        # Models of a large context refuse to write a quarter of it.
+        # A quarter of a large context is more than most models may write.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
         body = with_extra(body, self.settings.memory_extra_body, {})
         try:
@@ -1058,7 +1062,7 @@ async def root() -> str:
 
 @router.get("/health")
 async def health(service: TheService) -> Json:
-    """Say what works, and since when what does not."""
+    """Say what works, what does not, and since when."""
     endpoint, memories = service.chat, service.memory
     model, works = "not configured", False
     if service.is_configured:
@@ -1088,7 +1092,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    return b"" if event["type"] == "passed_on" else f"{to_json(event)}\n".encode()
+    return b"" if event["type"] == "other_fields" else f"{to_json(event)}\n".encode()
 
 
 @router.get("/users/{user_id}/memories")
@@ -1219,7 +1223,7 @@ class CompletionWriter:
                 return self.chunk({"delta": {"content": "\n\n"}})
             case "ping":
                 return self.chunk({"delta": {"content": ""}})
-            case "passed_on":
+            case "other_fields":
                 return self.chunk(event["choice"])
             case "done":
                 return self.end(event["finish_reason"], event["usage"])
@@ -1235,7 +1239,7 @@ class CompletionWriter:
         choice: Json = {"finish_reason": finish_reason.replace("max_rounds", "stop")}
         if not self.body.stream:
             choice |= {"index": 0, "message": reply.message(calls)}
-            choice |= {k: v for k, v in reply.passed_on.items() if k != "delta"}
+            choice |= {k: v for k, v in reply.other_fields.items() if k != "delta"}
             return to_json(self.result([choice], usage=usage)).encode()
         calls = [{"index": n} | call for n, call in enumerate(calls)]
         choice["delta"] = {"tool_calls": calls} if calls else {}
@@ -1354,8 +1358,8 @@ def create_app(settings: Settings) -> FastAPI:
         finally:
             await service.close()
 
-    limit = settings.max_body_bytes
-    app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=limit)
+    max_size = settings.max_body_bytes
+    app = FastAPI(title="Chat", lifespan=lifespan, max_body_size=max_size)
     # Else DELETE /users/ann/memories/, without an id, would be "delete all".
     app.router.redirect_slashes = False
     app.include_router(router)

@@ -3,8 +3,8 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes can be made again from them. When `Turn.save` returns, the
 turn is on disk. It is learned later, in the background. To copy this file, install
-faiss-cpu, tinydb and "mem0ai>=2.2,<2.3", whose private names `open_mem0` and FactStore
-use. Mem0 brings pydantic and numpy. Python 3.11 on Linux or macOS (fcntl) is needed.
+faiss-cpu, tinydb and "mem0ai>=2.2,<2.3" (`open_mem0` and FactStore use private names
+of it), which brings pydantic and numpy. Needs Python 3.11 on Linux or macOS (fcntl).
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -80,7 +80,7 @@ Rerank = Callable[[str, list[str], int], Awaitable[list[tuple[int, float]]]]
 class Settings:
     hint_tokens: NonNegativeInt = 350  # of hints in one prompt
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
-    history_turns: PositiveInt = 6  # verbatim turns that a summary leaves
+    history_turns: PositiveInt = 6  # newest turns that are never summarized
     summaries: bool = True  # False: old turns are dropped, not summarized
     max_facts: PositiveInt = 2000  # per user
     learn_concurrency: PositiveInt = 4  # users learned from at the same time
@@ -168,16 +168,16 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 def cut_middle(text: str, size: int) -> str:
     """Return a text of at most `size` (7 or more) UTF-8 bytes: all, or its two ends."""
-    content = text.encode("utf-8", "replace")
+    content = text.encode("utf-8", "replace")  # no file holds lone surrogates
     if len(content) <= size:
-        return text
+        return content.decode()
     half = max(1, (size - 5) // 2)
     return (content[:half] + " … ".encode() + content[-half:]).decode(errors="ignore")
 
 
 # --- Memory ---
 
-RERANKED = 32  # facts that a cross-encoder is asked about
+RERANKED = 32  # facts that a cross-encoder is asked about; k, if that is more
 EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
 EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
 
@@ -315,7 +315,7 @@ class Memory:
                 raise ValueError("some of the best have no score")
             best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
             return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
-        return facts[:k], [*degraded, "rerank"]  # `optional` caught an error
+        return facts[:k], [*degraded, "rerank"]  # only if `optional` caught an error
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""
@@ -375,14 +375,14 @@ class Memory:
 
     @property
     def pending(self) -> int:
-        """Turns that wait to be learned. After a start, it counts sessions."""
+        """Turns that wait to be learned. Right after a start, their sessions."""
         return self.learner.pending.total()
 
 
 # --- One turn ---
 
-JUST_SAID_MESSAGES = 20  # that wait to be learned
-JUST_SAID_CHARS = 200  # of each
+JUST_SAID_MESSAGES = 20  # newest unlearned messages that a prompt may repeat
+JUST_SAID_CHARS = 200  # of each of these messages
 
 
 @dataclass
@@ -440,7 +440,7 @@ class Turn:
     record: "UserRecord"
     transcript: "Transcript"
     unlearned: UnlearnedTurns  # of all sessions, oldest first
-    message: str = ""  # set by `hints`; `fit_context` and the tools read it
+    query: str = ""  # set by `hints`; `fit_context` and the tools read it
 
     @property
     def number(self) -> int:
@@ -452,13 +452,13 @@ class Turn:
         verbatim = self.transcript.verbatim()
         return [row for row in verbatim if row["status"] != "error"]
 
-    async def hints(self, message: str) -> Hints:
-        """Return what memory knows that may help to answer a message.
+    async def hints(self, query: str) -> Hints:
+        """Return what memory knows that may help to answer a query.
 
         If all facts fit `hint_tokens`, nothing is searched. Else the profile takes at
         most half of it, and search adds at most `hint_k` facts.
         """
-        self.message = message
+        self.query = query
         settings = self.memory.settings
         said_budget = settings.hint_tokens // 3  # for what was just said
         # Each line is cut to this budget, so that at least the newest fits.
@@ -476,7 +476,7 @@ class Turn:
         profile = fit_budget(profile, budget // 2)
         ids = {fact["id"] for fact in profile}
         k = settings.hint_k + len(profile)  # search may find the profile again
-        found, degraded = await self.memory.search(self.user, message, k)
+        found, degraded = await self.memory.search(self.user, query, k)
         others = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
         return Hints(fit_budget(profile + others, budget), just_said, degraded)
 
@@ -504,7 +504,7 @@ class Turn:
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
-            last = as_message("user", f"{hints.block()}\n\n{self.message}")
+            last = as_message("user", f"{hints.block()}\n\n{self.query}")
             prompt = [first, *itertools.chain(*turns), last]
             if prompt_tokens(prompt) <= limit:
                 return prompt
@@ -532,13 +532,13 @@ class Turn:
         Raises:
             ValueError: The turn could not be read again, being nested too deeply.
             NotFound: The user or the session was deleted meanwhile.
-            OSError: It could not be written. The files are as they were.
+            OSError: The disk fails. The turn is not saved, or not surely durable.
         """
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # So that `pending` is never 0 while a turn waits: before the write, and again
-        # after it, because the learner may have set its own count in between.
+        # `pending` must not be 0 while a turn waits. It is raised before the write, and
+        # kept above 0 after it, because the learner may have counted in between.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -565,9 +565,9 @@ class Turn:
     async def propose_memory(self, items: list[str]) -> list[Json]:
         """Propose short facts about the user to remember, in the third person."""
         rows = [*self.transcript.turns, *self.unlearned]
-        said = word_set(self.message).union(*(word_set(row["query"]) for row in rows))
+        said = word_set(self.query).union(*(word_set(row["query"]) for row in rows))
         source = f"{self.session_id}/{self.number}"
-        turn = {"source": source, "ended_at": now(), "query": self.message}
+        turn = {"source": source, "ended_at": now(), "query": self.query}
         verdicts, operations = [], []
         for text in map(one_line, items[:20]):
             rule = forbidden(text)
@@ -606,8 +606,8 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# Shares of a learning call by `count_tokens` (3 bytes each). JSON has 2.6 bytes a token
-# (vLLM), so 5/8 are really about 3/4 of the context. The answer has the rest.
+# How a learning call shares the context. `count_tokens` takes 3 bytes for a token, but
+# JSON has 2.6 (vLLM): a counted 5/8 is really about 3/4. The answer has the rest.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 FACTS_SHARE = 1 / 5  # of what the examples leave
@@ -628,7 +628,7 @@ class Learner:
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
         self.wake: dict[str, asyncio.Event] = {}  # set when there is something to do
         self.pending: Counter[str] = Counter()  # turns, by folder; at first, sessions
-        # By folder and turn; each failure cuts the turn shorter
+        # Failures by folder and source (session_id/turn); each halves the request
         self.failures: Counter[tuple[str, str]] = Counter()
 
     def schedule(self, folder: str) -> None:
@@ -653,8 +653,8 @@ class Learner:
                 try:
                     await self.learn_all(folder)
                     await self.embed_when_quiet(folder, wake)
-                except (NotFound, OSError) as error:  # deleted, or the disk fails
-                    log.warning("learning from a user ended: %r", error)
+                except Exception:  # the user was deleted, the disk fails, or our fault
+                    log.warning("learning from a user ended", exc_info=True)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
@@ -784,7 +784,7 @@ class Learner:
         still_true = await self.still_true(fact["text"], query)
         if still_true is None:  # nothing of it
             return [operation]
-        # The fact stays, whole or in part. So an update's text is another fact.
+        # Something of the fact stays, so an update's text is added beside it.
         added = []
         if op == "update" and not is_invented(operation.text, query):
             added = [operation._replace(op="add", fact=None)]
@@ -808,7 +808,7 @@ class Learner:
         return None if left is None else one_line(left)
 
     async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
-        """Summarize the oldest turns of each session of a batch that is long."""
+        """Summarize the oldest turns of those sessions of a batch that are long."""
         long = 2 * self.settings.history_turns
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
@@ -827,8 +827,8 @@ class Learner:
         # At most 2 * keep at once: of more turns, only a few words each would fit. The
         # rest follows after the next turns.
         old = verbatim[:-keep][: 2 * keep]
-        # A sixth of the context for all turns, and one for the summary so far. A token
-        # counts as 3 bytes, so that is half as many bytes as the context has tokens.
+        # A sixth of the context for the turns, a sixth for the summary so far. At 3
+        # bytes a token, a sixth of the tokens is half as many bytes.
         max_bytes = self.memory.limits().context_tokens // 2
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
@@ -959,9 +959,8 @@ def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> 
             response = ""
         at = local_time(row["ended_at"]).isoformat(timespec="minutes")
         turns.append({"at": at, "query": query, "response": response})
-    return as_message(
-        "user", learning_question([fact["text"] for fact in facts], turns)
-    )
+    texts = [fact["text"] for fact in facts]
+    return as_message("user", learning_question(texts, turns))
 
 
 def learning_question(facts: list[str], turns: list[Json]) -> Json:
@@ -1015,8 +1014,8 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
 
 # --- What may become a fact ---
 #
-# Only the stop words, the secrets and the instructions use words of a language, because
-# rules made of English words threw away what a good model did right in other languages.
+# Stop words, secrets and instructions are lists of words. The other rules know no
+# language: English ones threw away what a good model did right in other languages.
 # If a change of a fact is not clear, `Learner.confirm_change` asks the model.
 
 MAX_FACT_CHARS = 160
@@ -1080,7 +1079,7 @@ def check_operation(
         return "evidence"
     turn = quoted[-1]  # the newest
     fact = facts.get(str(row.get("id"))) if op != "add" else None
-    if op == "update" and (not fact or fact["text"] == text):  # it was said again
+    if op == "update" and (not fact or fact["text"] == text):  # unknown, or said again
         op, fact = "add", None
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     given = row.get("importance")  # NaN stays NaN, and is refused below
@@ -1099,7 +1098,7 @@ def check_operation(
 
 
 def is_said(evidence: str, query: str) -> bool:
-    """Tell whether three quarters of a quote's groups of 3 letters are in the query."""
+    """Tell whether a query has 3/4 of a quote's trigrams, or all of a quote under 4."""
     quote, said = alphanumerics(evidence), alphanumerics(cut_middle(query, MAX_READ))
     if len(quote) < 4:
         return bool(quote) and quote in said
@@ -1282,9 +1281,7 @@ ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
 MIN_BEST_SHARE = 0.59  # of `chance`: if the best entry has less, nothing is found
 MIN_SHARE = 0.3  # of `chance`: an entry that has less is not found
 FEW = 8  # entries; the cosines of fewer have no distribution
-# SQL: the score of an entry for each word of the query that it holds, in a strict
-# search and in a loose one. The weights are of text, before, after and day.
-ONE_EACH = "1"
+# In SQL; the weights are of text, before, after and day.
 BM25 = "-bm25(entries, 1.0, 0.5, 0.3, 1.0)"
 
 
@@ -1332,9 +1329,9 @@ class Index:
 
     A strict search ends where relevance ends. It finds nothing if the best entry has
     less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
-    MIN_SHARE * chance and are at most `chance` behind the best. With fewer than FEW
-    entries, it finds all that have a vector or a word of the query, best first.
-    `.bench/recall.py` has the figures.
+    MIN_SHARE * chance and are at most `chance` behind the best. Of fewer than FEW
+    entries, it finds all with a vector or a word of the query. One or two vectors are
+    not used. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1370,7 +1367,7 @@ class Index:
         size, terms = len(self.entries), query_terms(query)
         chance = math.sqrt(2 * math.log(max(2, size)))
         meaning = self.meaning_scores(vector)
-        words = self.word_scores(terms, ONE_EACH if strict else BM25)
+        words = self.word_scores(terms, strict)
         if strict:
             # One word of several says little, so the share is squared. Without vectors
             # it is not, because then words are all there is.
@@ -1397,9 +1394,10 @@ class Index:
             meaning[numbers] = (cosines - cosines.mean()) / self.spread
         return meaning
 
-    def word_scores(self, terms: list[str], score: str) -> np.ndarray:
-        """Return for each entry the sum of an SQL score over the terms it holds."""
+    def word_scores(self, terms: list[str], strict: bool) -> np.ndarray:
+        """Return for each entry how many terms it holds, or the sum of their BM25."""
         words = np.zeros(len(self.entries))
+        score = "1" if strict else BM25
         select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
         for term in terms:
             for number, value in self.word_index.execute(select, [term]):
@@ -1680,7 +1678,7 @@ class UserFiles:
     embedding_model: str  # that makes the vectors
     max_facts: int
 
-    def _load(self, record_id: str = "") -> UserRecord:
+    def _load_record(self, record_id: str = "") -> UserRecord:
         """Return the facts. If their file is missing or damaged, begin it again."""
         if not self.folder.is_dir():
             raise NotFound("user")
@@ -1691,14 +1689,14 @@ class UserFiles:
             for session_id in self._session_ids():
                 (self.folder / f"{session_id}.unlearned").touch()
             record = UserRecord("", uuid.uuid4().hex, {}, {}, [])
-            self._write(record)
+            self._write_record(record)
         if record_id and record_id != record.id:
             raise NotFound("user")
         # Copies, because `load_file` gives all callers the same object.
         copies = {name: copy.copy(value) for name, value in vars(record).items()}
         return UserRecord(**copies)
 
-    def _write(self, record: UserRecord) -> None:
+    def _write_record(self, record: UserRecord) -> None:
         replace_file(self.folder / "memory.json", pydantic_core.to_json(vars(record)))
 
     def _session_ids(self) -> list[str]:
@@ -1736,14 +1734,14 @@ class UserFiles:
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
-        self._write(record)
+        self._write_record(record)
         self._write_vectors(vector_file, vectors)
 
     def _entries(self, vector_file: str) -> dict[int, Entry]:
         """Return the facts or messages that a file is for, by their vectors' ids."""
         entries = []
         if vector_file == FACT_VECTORS:
-            for id, fact in self._load().facts.items():
+            for id, fact in self._load_record().facts.items():
                 day = f"{local_time(fact['created_at']):%-d %B %Y}"
                 entries.append(Entry(id, fact["text"], "", "", day))
         else:
@@ -1788,7 +1786,7 @@ class User(UserFiles):
 
     Raises:
         NotFound: The user, session or fact does not exist.
-        OSError: The disk fails. The files are as they were.
+        OSError: The disk fails. Each file is as it was, or whole and new.
     """
 
     @locked
@@ -1800,10 +1798,10 @@ class User(UserFiles):
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
-        record = self._load()
+        record = self._load_record()
         if record.name != name:
             record.name = name
-            self._write(record)
+            self._write_record(record)
         return record, self._transcript(session_id), self._unlearned_turns(record)
 
     @locked
@@ -1811,7 +1809,7 @@ class User(UserFiles):
         """Save a turn at the end of its session, if the user still has this record."""
         # A row that cannot be read again, such as one too deep, is a ValueError here.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
-        record = self._load(record_id)
+        record = self._load_record(record_id)
         turns = self._transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
@@ -1819,7 +1817,7 @@ class User(UserFiles):
         # deleted. This turn would count as learned.
         if record.learned.get(session_id, 0) > len(turns):
             record.learned[session_id] = len(turns)
-            self._write(record)
+            self._write_record(record)
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
         # The marker comes first. The fsync after the turn makes both durable.
@@ -1829,7 +1827,7 @@ class User(UserFiles):
     @locked
     def read(self) -> tuple[UserRecord, UnlearnedTurns]:
         """Return the facts, and the turns that wait to be learned."""
-        record = self._load()
+        record = self._load_record()
         return record, self._unlearned_turns(record)
 
     @locked
@@ -1841,7 +1839,7 @@ class User(UserFiles):
         Nothing is done if one of the turns does not wait, because it was deleted or
         another process has learned it, or if a fact was deleted meanwhile.
         """
-        record = self._load(record_id)
+        record = self._load_record(record_id)
         unlearned = self._unlearned_turns(record)
         ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
@@ -1853,7 +1851,7 @@ class User(UserFiles):
         for turn in batch:
             record.learned[turn["session_id"]] = turn["turn"]
         store.evict(self.max_facts)
-        self._write(record)
+        self._write_record(record)
 
     @locked
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
@@ -1865,16 +1863,17 @@ class User(UserFiles):
     @locked
     def fact_history(self, fact_id: str) -> list[Json]:
         """Return what happened to a fact, oldest first."""
-        return history_of(self._load(), fact_id)
+        return history_of(self._load_record(), fact_id)
 
     @locked
     def delete_fact(self, fact_id: str) -> None:
         """Delete a fact, its vector and its history."""
-        record = self._load()
+        record = self._load_record()
         rows = history_of(record, fact_id)
         # Rows of other ids go too if they hold one of its texts: the fact may have been
         # forgotten and learned again under a new id.
-        texts = {row["new_memory"] or row["old_memory"] for row in rows}
+        texts = {row[key] for row in rows for key in ("old_memory", "new_memory")}
+        texts.discard(None)
         record.history = [
             row
             for row in record.history
@@ -1886,7 +1885,7 @@ class User(UserFiles):
     @locked
     def delete_facts(self) -> None:
         """Delete all facts. What was said so far counts as learned."""
-        record = self._load()
+        record = self._load_record()
         marks = {id: len(self._transcript(id).turns) for id in self._session_ids()}
         record = UserRecord(record.name, record.id, {}, marks, [])
         self._delete_files(FACT_VECTORS, "*memory.json.*", record)
@@ -1894,7 +1893,7 @@ class User(UserFiles):
     @locked
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
-        self._load()
+        self._load_record()
         sessions: list[Json] = []
         for id in self._session_ids():
             if turns := self._transcript(id).turns:  # none if the file is damaged
@@ -1916,7 +1915,7 @@ class User(UserFiles):
         pattern = f"*{UUID(str(session_id))}.*"  # ValueError: it is no UUID
         if not any(self.folder.glob(pattern)):
             raise NotFound("session")
-        self._delete_files(TURN_VECTORS, pattern, self._load())
+        self._delete_files(TURN_VECTORS, pattern, self._load_record())
 
     @locked
     def delete_user(self) -> None:
@@ -1934,14 +1933,14 @@ class User(UserFiles):
         vectors, entries = self._vectors(vector_file), self._entries(vector_file)
         return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
-    add_vectors = locked(UserFiles._write_vectors)  # under the lock
+    add_vectors = locked(UserFiles._write_vectors)  # the same as a transaction
 
     @locked
     def search_facts(
         self, query: str, vector: Vector | None, k: int, strict: bool = True
     ) -> ScoredFacts:
         """Return at most k facts, best first, each with its score."""
-        facts: dict[str, Any] = self._load().facts
+        facts: dict[str, Any] = self._load_record().facts
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
         index = fact_index(self, *map(file_version, paths))
         hits = index.search(query, vector, len(facts), strict)

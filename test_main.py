@@ -1126,7 +1126,7 @@ def test_calculate_returns_the_value(expression, value):
     assert tools.calculate(expression) == value
 
 
-NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,23", "1.234,567", "2 +"]
+NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,23", "1.23,456", "2 +"]
 NO_SUMS += ["__import__('os')", "().real", "'a' * 9", "x", "1 << 9", "\ud800", "1j"]
 
 
@@ -1989,7 +1989,7 @@ FOUND = {  # a query, and the only fact that has a word of it
 
 @pytest.mark.parametrize("query, fact", FOUND.values(), ids=FOUND)
 async def test_a_fact_is_found_in_any_language(opened, learner, query, fact):
-    await teach(opened, learner, *VISITS, *dict(FOUND.values()).values())
+    await teach(opened, learner, *VISITS, *(fact for _, fact in FOUND.values()))
     assert await facts_of(opened, query=query) == [fact]
     assert await facts_of(opened, query="Where is the square root of two?") == []
 
@@ -2441,7 +2441,7 @@ def test_two_processes_may_share_a_folder(model, start, tmp_path):
     assert [turn["turn"] for turn in here.turns()] == list(range(1, 10))
 
 
-# --- Interleavings that broke earlier versions ---
+# --- What happens at the same time ---
 
 
 @cases(

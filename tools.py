@@ -120,10 +120,10 @@ ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "t
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
     text = expression.lower().replace("^", "**")
-    # 1,234 is 1234. But if a function is called, all commas separate arguments. A comma
-    # after decimals (1.234,567) stays, and is an error.
+    # 1,234 is 1234. But if a function is called, all commas separate arguments.
     if not re.search(r"[a-z]\w* ?\(", text):
-        text = re.sub(r"(?<=\d)(?<!\.\d{3}),(?=\d{3}\b)", "", text)
+        groups = r"(?<![\d.,])\d{1,3}(,\d{3})+(?![\d,])"
+        text = re.sub(groups, lambda number: number[0].replace(",", ""), text)
     text = text.replace("% of", "% *")  # else "of" would be its right operand
     # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
     # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
