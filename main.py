@@ -209,7 +209,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+
 class EventStream:
     """The events of one turn, between its task and its client.
 
-    The README lists them, but not `other_fields`: fields of a reply that only /v1 sends.
+    The README lists them, except `other_fields`: fields of a reply, only for /v1.
     """
 
     task: asyncio.Task[None]  # of the turn; `Service.begin` sets it
@@ -335,7 +335,7 @@ class AgentRun:
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
-        # Before the event `memory`, because `fit_context` removes hints that do not fit.
+        # Before the event `memory`, because this removes hints that do not fit.
         self.body["messages"] = await self.prompt(turn, hints)
         pending = len(turn.unlearned) if turn else 0
         await self.events.emit(
