@@ -1439,8 +1439,8 @@ def query_terms(query: str) -> list[str]:
 # --- Secrets ---
 
 PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpass(?=[:=])|\bpwd?\b
-|seed\ phrase|kennwort|mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]
-|パスワード|비밀번호\w?|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
+|seed\ phrase|kennwort|mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*
+|şifre\w*|密[码碼]|パスワード|비밀번호\w?|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
 CODE = r"""(?:(?<!area\ )(?<!zip\ )(?<!error\ )(?<!status\ )\bcodes?
 |\b(?:pin|otp|tan|cv[cv]|ssn|dni|cpf|iban)|passport(?:\ number)?|passnummer|паспорт\w*
 |код|验证码|身份证号?)"""
