@@ -228,8 +228,9 @@ class EventStream:
             async with asyncio.timeout(self.unread_limit):
                 await self.queue.put(event)
         except TimeoutError:
-            self.task.cancel()  # all of the turn, as when the client disconnects
-            raise asyncio.CancelledError from None
+            if asyncio.current_task() is not self.task:  # but one of several calls
+                self.task.cancel()
+            raise asyncio.CancelledError from None  # as when the client disconnects
 
     async def fail(self, failure: Failure) -> None:
         """Emit `error`. In a full queue it takes the place of the oldest event."""
@@ -331,7 +332,8 @@ class AgentRun:
         """Build the request, emit `memory`, and ask the model."""
         hints = Hints([], [], [])
         if turn:
-            hints = await turn.hints(self.request.query)
+            shown = map(text_of, self.request.history)
+            hints = await turn.hints(self.request.query, shown)
         client_has_tools = "tools" in self.request.options  # they replace ours
         if not client_has_tools:
             self.offer_tools(turn)
@@ -514,7 +516,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     for messages, first_role in ((earlier, "user"), (later, "assistant")):
         if room < 0:
             while messages and (room < 0 or messages[0]["role"] != first_role):
-                room += tokens_in([messages.pop(0)])
+                room += tokens_in([messages.pop(0)]) - 1  # rounded down
     return prompt + earlier + query + later
 
 
@@ -573,11 +575,14 @@ class ReplyParser:
         others = other_fields(choice) | {"delta": other_fields(delta)}
         if others != {"delta": {}}:
             add_fields(self.other_fields, others)
+            # A refusal is saved as text. For /chat, `encode_line` makes a token of it.
+            # On /v1 it keeps its own field, and `message` leaves the content empty.
+            self.text += without_surrogates(str(others["delta"].get("refusal", "")))
             yield {"type": "other_fields", "choice": others}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            self.thinking = False
+            self.thinking = bool(self.thinking)
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
-        if text := text_of(delta, "") or delta.get("refusal"):
+        if text := text_of(delta, ""):
             yield from self.split_text(self.held_back + text)
         for piece in delta.get("tool_calls") or []:
             self.add_piece(piece)
@@ -613,8 +618,7 @@ class ReplyParser:
         written: list[Any] = []
         for value in map(json.loads, json_texts(self.text)):
             written += value if isinstance(value, list) else [value]
-        names = [value.get("name") for value in written if isinstance(value, dict)]
-        are_calls = len(names) == len(written) and all(n in self.names for n in names)
+        are_calls = all(is_call(value, self.names) for value in written)
         if written and are_calls and not self.calls:
             yield from self.take_back()
             for function in written:
@@ -634,6 +638,8 @@ class ReplyParser:
         """Return the whole reply as a message."""
         message = {"role": "assistant", "content": self.text or None}
         message |= self.other_fields["delta"]
+        if message.get("refusal"):  # which is the text
+            message["content"] = None
         return message | {"tool_calls": calls} if calls else message
 
     def add_piece(self, piece: Json) -> None:
@@ -719,6 +725,13 @@ def json_texts(text: str) -> list[str]:
     except (ValueError, RecursionError):
         return []
     return values
+
+
+def is_call(value: Any, names: list[str]) -> bool:
+    """Tell whether a model's JSON calls a tool by its name."""
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return False
+    return "arguments" in value or "parameters" in value
 
 
 def offered_name(name: str, names: list[str]) -> str:
@@ -1092,7 +1105,13 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    return b"" if event["type"] == "other_fields" else f"{to_json(event)}\n".encode()
+    """Return an event's line. Of `other_fields`, /chat has only a refusal, as a token."""
+    if event["type"] == "other_fields":
+        refusal = event["choice"]["delta"].get("refusal")
+        if not refusal:
+            return b""
+        event = {"type": "token", "round": event["round"], "text": refusal}
+    return f"{to_json(event)}\n".encode()
 
 
 @router.get("/users/{user_id}/memories")
@@ -1318,7 +1337,7 @@ class KeyCheck:
 def route_path(path: str) -> str:
     """Return a path as the routes have it, because clients join base URLs oddly."""
     single = re.sub("//+", "/", path).rstrip("/")
-    if single in ("/chat/completions", "/models"):  # a base URL without /v1
+    if re.match(r"/(chat/completions|models)\b", single):  # a base URL without /v1
         return f"/v1{single}"
     return single if single.startswith("/v1/") else path
 

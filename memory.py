@@ -452,18 +452,19 @@ class Turn:
         verbatim = self.transcript.verbatim()
         return [row for row in verbatim if row["status"] != "error"]
 
-    async def hints(self, query: str) -> Hints:
+    async def hints(self, query: str, shown: Iterable[str] = ()) -> Hints:
         """Return what memory knows that may help to answer a query.
 
         If all facts fit `hint_tokens`, nothing is searched. Else the profile takes at
-        most half of it, and search adds at most `hint_k` facts.
+        most half of it, and search adds at most `hint_k` facts. `shown` has the texts
+        of a client's prompt, by default the replayed queries; they are not repeated.
         """
         self.query = query
         settings = self.memory.settings
         said_budget = settings.hint_tokens // 3  # for what was just said
         # Each line is cut to this budget, so that at least the newest fits.
         size = max(0, 3 * said_budget - 1)  # bytes that `count_tokens` allows
-        lines = [cut_middle(line, size) for line in self.unlearned_lines()]
+        lines = [cut_middle(line, size) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
@@ -480,11 +481,12 @@ class Turn:
         others = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
         return Hints(fit_budget(profile + others, budget), just_said, degraded)
 
-    def unlearned_lines(self) -> list[str]:
-        """Return what the user said that is not learned or replayed, newest first."""
-        replayed = {f"{self.session_id}/{row['turn']}" for row in self.replayed}
-        new = [turn for turn in self.unlearned[::-1] if turn["source"] not in replayed]
-        texts = (cut_redacted(turn["query"], 2000) for turn in new[:JUST_SAID_MESSAGES])
+    def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
+        """Return what the user said that is neither learned nor shown, newest first."""
+        shown = {*shown} or {row["query"] for row in self.replayed}
+        queries = [turn["query"] for turn in reversed(self.unlearned)]
+        new = [query for query in queries if query and query not in shown]
+        texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
         return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
@@ -500,16 +502,17 @@ class Turn:
         """
         summary = self.transcript.summary
         turns = [exchange(row["query"], row["response"]) for row in self.replayed]
+        sizes = [prompt_tokens(turn) for turn in turns]
         block_size = self.memory.settings.history_turns
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
             last = as_message("user", f"{hints.block()}\n\n{self.query}")
-            prompt = [first, *itertools.chain(*turns), last]
-            if prompt_tokens(prompt) <= limit:
-                return prompt
+            if prompt_tokens([first, last]) + sum(sizes) <= limit:
+                return [first, *itertools.chain(*turns), last]
             if len(turns) > 2:
-                turns = turns[min(block_size, len(turns) - 2) :]
+                dropped = min(block_size, len(turns) - 2)
+                turns, sizes = turns[dropped:], sizes[dropped:]
             elif hints.facts:
                 hints.facts.pop()
             elif hints.just_said:
@@ -517,7 +520,7 @@ class Turn:
             elif summary:
                 summary = ""
             elif turns:
-                turns = []
+                turns, sizes = [], []
             else:
                 raise ValueError("the message does not fit the model's context")
 
@@ -805,7 +808,7 @@ class Learner:
         prompt.append(as_message("user", question))
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
         left = await self.ask(prompt, schema, "left", str | None)
-        return None if left is None else one_line(left)
+        return one_line(left) or None
 
     async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
         """Summarize the oldest turns of those sessions of a batch that are long."""
@@ -1079,8 +1082,8 @@ def check_operation(
         return "evidence"
     turn = quoted[-1]  # the newest
     fact = facts.get(str(row.get("id"))) if op != "add" else None
-    if op == "update" and (not fact or fact["text"] == text):  # unknown, or said again
-        op, fact = "add", None
+    if op == "update" and not fact:
+        op = "add"
     kind = "profile" if row.get("kind") == "profile" else "episodic"
     given = row.get("importance")  # NaN stays NaN, and is refused below
     importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
@@ -1092,6 +1095,8 @@ def check_operation(
         rule = "importance"
     elif op == "add" and is_invented(text, turn["query"]):
         rule = "invented"  # an update is left to `confirm_change`
+    elif fact and text == fact["text"]:
+        rule = "unchanged"  # an add would undo a delete of the same answer
     else:
         rule = forbidden(text)
     return rule or Operation(op, fact, text, kind, importance, turn)
@@ -1192,8 +1197,9 @@ class FactStore:
         if twin and twin["id"] != id:
             if twin["source"] != source:  # in the same turn it counts once
                 # Not through Mem0, because that would be a row of history.
-                again: Any = {"frequency": twin["frequency"] + 1, "source": source}
-                again["last_seen_at"] = max(twin["last_seen_at"], at)
+                again: Any = {"frequency": twin["frequency"] + 1}
+                if at >= twin["last_seen_at"]:
+                    again |= {"source": source, "last_seen_at": at}
                 self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":
                 self.mem0.delete(id)  # it would only repeat its twin
