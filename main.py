@@ -203,13 +203,15 @@ class Failure(HTTPException):
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
 
 
-to_json = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so without U+2028
+to_json = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # ASCII: U+2028 would end a line
 
 
 class EventStream:
     """The events of one turn, between its task and its client.
 
-    The README lists them, except `other_fields`: fields of a reply, only for /v1.
+    The README lists them, except `other_fields`: what else a reply has, for /v1.
     """
 
     task: asyncio.Task[None]  # of the turn; `Service.begin` sets it
@@ -228,7 +230,7 @@ class EventStream:
             async with asyncio.timeout(self.unread_limit):
                 await self.queue.put(event)
         except TimeoutError:
-            if asyncio.current_task() is not self.task:  # but one of several calls
+            if asyncio.current_task() is not self.task:  # but a tool call beside others
                 self.task.cancel()
             raise asyncio.CancelledError from None  # as when the client disconnects
 
@@ -322,7 +324,7 @@ class AgentRun:
             status = "error"
             raise
         finally:
-            # A client that runs its own tools goes on with the turn in a new request.
+            # If the client has to run tools, its next request goes on, and is saved.
             if not self.client_calls:
                 self.outcome["turn"] = turn.number
                 row["rounds"] = self.outcome["rounds"]
@@ -355,7 +357,7 @@ class AgentRun:
             functions += [turn.fetch_memory, turn.search_conversations]
             functions.append(turn.propose_memory)
         self.functions = {function.__name__: function for function in functions}
-        self.body["tools"] = [tools.schema(function) for function in functions]
+        self.body["tools"] = [*map(tools.schema, self.functions.values())]
 
     async def prompt(self, turn: memory.Turn | None, hints: Hints) -> list[Message]:
         """Return the first messages. They leave a quarter of the context free."""
@@ -395,7 +397,7 @@ class AgentRun:
                 break
             else:
                 tool_choice = "none"  # ask once more, without tools
-        # With MAX_ROUNDS=1 the last round is also the first: an ordinary "stop".
+        # With MAX_ROUNDS=1 nothing was cut short, so "stop" stays "stop".
         if outcome["rounds"] == max_rounds > 1 and outcome["finish_reason"] == "stop":
             outcome["finish_reason"] = "max_rounds"
 
@@ -516,7 +518,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     for messages, first_role in ((earlier, "user"), (later, "assistant")):
         if room < 0:
             while messages and (room < 0 or messages[0]["role"] != first_role):
-                room += tokens_in([messages.pop(0)]) - 1  # rounded down
+                room += tokens_in([messages.pop(0)]) - 1  # less its rounding up
     return prompt + earlier + query + later
 
 
@@ -572,15 +574,15 @@ class ReplyParser:
         self.usage = chunk.get("usage") or self.usage
         reason = choice.get("finish_reason") or ("stop" if message else "")
         self.finish_reason = reason or self.finish_reason
-        others = other_fields(choice) | {"delta": other_fields(delta)}
-        if others != {"delta": {}}:
-            add_fields(self.other_fields, others)
+        unknown = unknown_fields(choice) | {"delta": unknown_fields(delta)}
+        if unknown != {"delta": {}}:
+            add_fields(self.other_fields, unknown)
             # A refusal is saved as text. For /chat, `encode_line` makes a token of it.
             # On /v1 it keeps its own field, and `message` leaves the content empty.
-            self.text += without_surrogates(str(others["delta"].get("refusal", "")))
-            yield {"type": "other_fields", "choice": others}
+            self.text += without_surrogates(str(unknown["delta"].get("refusal", "")))
+            yield {"type": "other_fields", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            self.thinking = bool(self.thinking)
+            self.thinking = bool(self.thinking)  # not None: the prompt opened none
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
         if text := text_of(delta, ""):
             yield from self.split_text(self.held_back + text)
@@ -593,9 +595,10 @@ class ReplyParser:
         self.held_back = half[0] if half and not is_last else ""
         text = without_surrogates(text.removesuffix(self.held_back))
         for part in re.split("(</?think>)", text):
+            is_word = self.thinking is False or "<think>" in self.text
             if part == "<think>" and not self.text:
                 self.thinking = True
-            elif part == "</think>" and self.thinking is not False:
+            elif part == "</think>" and not is_word:
                 yield from self.take_back()
                 self.thinking = False
             elif part and self.thinking:
@@ -638,7 +641,7 @@ class ReplyParser:
         """Return the whole reply as a message."""
         message = {"role": "assistant", "content": self.text or None}
         message |= self.other_fields["delta"]
-        if message.get("refusal"):  # which is the text
+        if message.get("refusal"):  # `feed` made it the text, too
             message["content"] = None
         return message | {"tool_calls": calls} if calls else message
 
@@ -678,11 +681,11 @@ class ReplyParser:
         if arguments != call["arguments"] or not json_texts(arguments):
             call["arguments"] += arguments
         # Gemini requires its `extra_content` back.
-        call["other_fields"] |= other_fields(piece)
+        call["other_fields"] |= unknown_fields(piece)
 
 
-def other_fields(row: Json) -> Json:
-    """Return what a message, a choice or a call holds beside the fields we know."""
+def unknown_fields(row: Json) -> Json:
+    """Return what a message, a choice or a call holds beside KNOWN_FIELDS."""
     return {k: v for k, v in row.items() if k not in KNOWN_FIELDS and v is not None}
 
 
@@ -697,9 +700,7 @@ def add_fields(total: Json, more: Json, join_texts: bool = False) -> Json:
         kinds = {type(old), type(value)}
         if kinds == {dict}:
             total[name] = add_fields({**old}, value, join_texts or name == "delta")
-        elif (
-            kinds <= {int, float} or kinds == {list} or (join_texts and kinds == {str})
-        ):
+        elif kinds <= {int, float} or kinds == {list} or kinds == {str} and join_texts:
             total[name] = old + value
         else:
             total[name] = value
@@ -890,10 +891,10 @@ def endpoint_errors() -> Iterator[None]:
 
 def failure_of(error: openai.APIError) -> Failure:
     """Return what a client is told of an error of openai's client."""
+    if isinstance(error.__cause__, httpx2.ReadTimeout):  # one to connect is below
+        return Failure("upstream_timeout")
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
     reason = error_sentence(error.body, key)
-    if isinstance(error.__cause__, httpx2.ReadTimeout):  # not a refused connection
-        return Failure("upstream_timeout")
     if not isinstance(error, openai.APIStatusError):
         return Failure("upstream_unavailable", reason)
     code, status = "upstream_rejected", error.status_code
@@ -1326,12 +1327,12 @@ class KeyCheck:
         scheme, _, token = sent.partition(b" ")
         has_key = hmac.compare_digest(token.strip(), self.key)
         needs_key = self.key and scope["path"] not in PUBLIC
-        answer = self.app
         if needs_key and not (has_key and scheme.lower() == b"bearer"):
             bearer = {"WWW-Authenticate": "Bearer"}
             error = HTTPException(401, "A valid key is needed.", bearer)
-            answer = await on_error(Request(scope), error)
-        await answer(scope, receive, send)
+            refusal = await on_error(Request(scope), error)
+            return await refusal(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def route_path(path: str) -> str:
@@ -1345,7 +1346,7 @@ def route_path(path: str) -> str:
 async def on_error(request: Request, error: Any) -> Response:
     """Answer an exception, on /v1 in OpenAI's form."""
     on_v1 = request.scope["path"].startswith("/v1/")
-    if isinstance(error, RequestValidationError):  # without the input
+    if isinstance(error, RequestValidationError):  # its `input` is not sent back
         found: Any = [{n: e[n] for n in ("loc", "msg", "type")} for e in error.errors()]
         first = f"{found[0]['loc'][-1]}: {found[0]['msg']}"
         error = HTTPException(422, first if on_v1 else found)

@@ -94,7 +94,7 @@ class Settings:
 
 
 class Limits(NamedTuple):
-    """What is known of the two models, which may be little at the start."""
+    """What is known so far of the model that learns and the one that embeds."""
 
     context_tokens: int = 8192  # of the model behind `complete`
     embedding_model: str = ""  # if it changes, all vectors are made again
@@ -177,7 +177,7 @@ def cut_middle(text: str, size: int) -> str:
 
 # --- Memory ---
 
-RERANKED = 32  # facts that a cross-encoder is asked about; k, if that is more
+RERANKED = 32  # facts that a reranker sorts; k of them if k is larger
 EMBEDDED_TEXTS = 32  # in one request, because some servers take no more
 EMBEDDED_BYTES = 1500  # of a text, because most models take about 512 tokens
 
@@ -540,8 +540,8 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # `pending` must not be 0 while a turn waits. It is raised before the write, and
-        # kept above 0 after it, because the learner may have counted in between.
+        # `pending` must not be 0 while a turn waits. So it is raised before the write,
+        # and again after it if the learner has meanwhile counted without this turn.
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -609,8 +609,8 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call shares the context. `count_tokens` takes 3 bytes for a token, but
-# JSON has 2.6 (vLLM): a counted 5/8 is really about 3/4. The answer has the rest.
+# How a learning call shares the context. JSON has about 2.6 bytes a token (vLLM), and
+# `count_tokens` takes 3, so what it counts as 5/8 is nearly 3/4. The answer has 1/4.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 FACTS_SHARE = 1 / 5  # of what the examples leave
@@ -635,7 +635,7 @@ class Learner:
         self.failures: Counter[tuple[str, str]] = Counter()
 
     def schedule(self, folder: str) -> None:
-        """Make sure that what waits of a user is learned soon."""
+        """Start the task of a user's folder, or wake it."""
         if folder not in self.tasks:
             self.wake[folder] = asyncio.Event()
             self.tasks[folder] = asyncio.create_task(self.run_task(folder))
@@ -653,11 +653,10 @@ class Learner:
             while wake.is_set():  # also after a deletion, because the user may be back
                 wake.clear()
                 await asyncio.sleep(self.settings.learn_delay)
-                try:
+                # NotFound: the user was deleted. Others: the disk, or our fault.
+                with suppress(NotFound), self.memory.optional("learning"):
                     await self.learn_all(folder)
                     await self.embed_when_quiet(folder, wake)
-                except Exception:  # the user was deleted, the disk fails, or our fault
-                    log.warning("learning from a user ended", exc_info=True)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
@@ -948,9 +947,9 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # `next_batch` keeps several turns short, so these cut only a turn that is alone. At
-    # 3 bytes a token, the query gets a third of the budget, the response a ninth.
-    query_bytes = max(500, budget)
+    # `next_batch` keeps several turns short. Of a turn that is alone, at 3 bytes a
+    # token, the query gets a third of the budget, the response a ninth.
+    query_bytes = max(500, budget) if len(batch) == 1 else MAX_READ
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
     for row in batch:
@@ -1096,14 +1095,14 @@ def check_operation(
     elif op == "add" and is_invented(text, turn["query"]):
         rule = "invented"  # an update is left to `confirm_change`
     elif fact and text == fact["text"]:
-        rule = "unchanged"  # an add would undo a delete of the same answer
+        rule = "unchanged"  # else it would win over a delete of the same fact
     else:
         rule = forbidden(text)
     return rule or Operation(op, fact, text, kind, importance, turn)
 
 
 def is_said(evidence: str, query: str) -> bool:
-    """Tell whether a query has 3/4 of a quote's trigrams, or all of a quote under 4."""
+    """Tell whether a query has 3/4 of a quote's trigrams; of 3 letters or less, all."""
     quote, said = alphanumerics(evidence), alphanumerics(cut_middle(query, MAX_READ))
     if len(quote) < 4:
         return bool(quote) and quote in said
@@ -1224,7 +1223,7 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls on its vector store, history and embedder, with its own arguments
+    # What Mem0 calls, by its own names: `vector_id` and `memory_id` are the fact's id
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
@@ -1382,7 +1381,7 @@ class Index:
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
             evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        kept = evidence != 0  # 0: neither a vector nor a word; negative evidence stays
+        kept = evidence != 0  # 0: no vector, no word. Below 0: far, but it has a vector
         if strict and size >= FEW:
             best = evidence.max()
             kept &= evidence >= max(MIN_SHARE * chance, best - chance)
@@ -1533,7 +1532,10 @@ def any_alike(words: Iterable[str], others: frozenset[str]) -> bool:
 
 
 def alike(word: str, other: str) -> bool:
-    """Tell whether two words may be forms of one word, in any language."""
+    """Tell whether words begin with the same 4 letters, or one is in the other.
+
+    The longer has at most 2 letters more then. Words of 1 or 2 letters must be equal.
+    """
     short, long = sorted((word, other), key=len)
     if len(short) < 3:
         return short == long
@@ -1732,9 +1734,9 @@ class UserFiles:
 
     def _delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # After a kill, the client repeats the DELETE, and must not get 404 while data
-        # is left. So what the repeat looks for goes last: of a session its marker, of a
-        # fact its row in the record.
+        # A client repeats a DELETE that a kill cut off, and must not get 404 while data
+        # is left. So what it asks for goes last: a session's files after its vectors,
+        # and of these the marker; a fact's row after its copies.
         vectors = self._vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1939,7 +1941,7 @@ class User(UserFiles):
         vectors, entries = self._vectors(vector_file), self._entries(vector_file)
         return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
-    add_vectors = locked(UserFiles._write_vectors)  # the same as a transaction
+    add_vectors = locked(UserFiles._write_vectors)  # the same, under the lock
 
     @locked
     def search_facts(

@@ -35,7 +35,7 @@ SCHEMAS: dict[Callable, dict[str, Any]] = {}
 
 def tool(function: Callable) -> Callable:
     """Offer a documented function to the model."""
-    TOOLS[schema(function)["function"]["name"]] = function
+    TOOLS[schema(function)["function"]["name"]] = function  # ValueError: undocumented
     return function
 
 
@@ -118,7 +118,7 @@ ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "t
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Return the value of arithmetic: + - * / // % ^ sqrt log exp sin cos tan pi."""
+    """Compute + - * / // % ^ sqrt exp log(x, base) pi and, of radians, sin cos tan."""
     text = expression.lower().replace("^", "**")
     # 1,234 is 1234. But if a function is called, all commas separate arguments.
     if not re.search(r"[a-z]\w* ?\(", text):
@@ -127,7 +127,7 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     text = text.replace("% of", "% *")  # else "of" would be its right operand
     # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
     # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
-    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
+    text = re.sub(r"([\d.]+|\B\([^()]*\)) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
