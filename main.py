@@ -63,7 +63,7 @@ def split_names(names: Any) -> Any:
     return re.findall(r"[^,\s]+", names) if isinstance(names, str) else names
 
 
-# Spaces alone are an error: stripped, they would be no key, and the service open.
+# A key of spaces is an error, because an empty API_KEY opens the service to all.
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Folder = Annotated[Path, AfterValidator(check_folder), Field(validate_default=True)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
@@ -203,9 +203,8 @@ class Failure(HTTPException):
         super().__init__(status, f"{sentence} {reason}".strip(), headers)
 
 
-to_json = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # ASCII: U+2028 would end a line
+# In ASCII, because some clients would end a line at U+2028.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class EventStream:
@@ -230,7 +229,7 @@ class EventStream:
             async with asyncio.timeout(self.unread_limit):
                 await self.queue.put(event)
         except TimeoutError:
-            if asyncio.current_task() is not self.task:  # but a tool call beside others
+            if asyncio.current_task() is not self.task:  # but that of a tool call
                 self.task.cancel()
             raise asyncio.CancelledError from None  # as when the client disconnects
 
@@ -287,8 +286,8 @@ class AgentRun:
         self.tool_rows: list[Json] = []  # the calls with their results, as saved
         self.client_calls: list[Json] = []  # of a client's own tools
         self.steps: list[str] = []  # of the plan
-        done = {"turn": 0, "rounds": 0, "finish_reason": "", "usage": None}
-        self.outcome: Json = done  # fields of the event `done`, filled round by round
+        self.outcome: Json = {"turn": 0, "rounds": 0}  # fields of the event `done`
+        self.outcome |= {"finish_reason": "", "usage": None}  # filled round by round
 
     async def run(self) -> None:
         """Run the turn to its `done` or `error`."""
@@ -324,7 +323,7 @@ class AgentRun:
             status = "error"
             raise
         finally:
-            # If the client has to run tools, its next request goes on, and is saved.
+            # If the client has to run tools, its next request completes this turn.
             if not self.client_calls:
                 self.outcome["turn"] = turn.number
                 row["rounds"] = self.outcome["rounds"]
@@ -448,7 +447,7 @@ class AgentRun:
 
     async def run_calls(self, calls: list[Json]) -> None:
         """Run calls at the same time. Append their results in order."""
-        await self.emit_all(self.reply.take_back())
+        await self.emit_all(self.reply.take_back())  # the messages have it already
         results = await asyncio.gather(*map(self.run_call, calls))
         if self.steps:  # what the model must know for the next round
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
@@ -582,7 +581,7 @@ class ReplyParser:
             self.text += without_surrogates(str(unknown["delta"].get("refusal", "")))
             yield {"type": "other_fields", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            self.thinking = bool(self.thinking)  # not None: the prompt opened none
+            self.thinking = bool(self.thinking)  # so a later </think> is only text
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
         if text := text_of(delta, ""):
             yield from self.split_text(self.held_back + text)
@@ -595,10 +594,10 @@ class ReplyParser:
         self.held_back = half[0] if half and not is_last else ""
         text = without_surrogates(text.removesuffix(self.held_back))
         for part in re.split("(</?think>)", text):
-            is_word = self.thinking is False or "<think>" in self.text
+            is_text = self.text and (self.thinking is False or "<think>" in self.text)
             if part == "<think>" and not self.text:
                 self.thinking = True
-            elif part == "</think>" and not is_word:
+            elif part == "</think>" and not is_text:
                 yield from self.take_back()
                 self.thinking = False
             elif part and self.thinking:
@@ -689,7 +688,7 @@ def unknown_fields(row: Json) -> Json:
     return {k: v for k, v in row.items() if k not in KNOWN_FIELDS and v is not None}
 
 
-def add_fields(total: Json, more: Json, join_texts: bool = False) -> Json:
+def add_fields(total: Json, more: Json, in_delta: bool = False) -> Json:
     """Add the pieces of a reply, or the usage of a round, to `total`, and return it.
 
     Numbers are summed and lists joined. Texts are joined inside a `delta`; elsewhere
@@ -699,8 +698,8 @@ def add_fields(total: Json, more: Json, join_texts: bool = False) -> Json:
         old: Any = total.get(name)
         kinds = {type(old), type(value)}
         if kinds == {dict}:
-            total[name] = add_fields({**old}, value, join_texts or name == "delta")
-        elif kinds <= {int, float} or kinds == {list} or kinds == {str} and join_texts:
+            total[name] = add_fields({**old}, value, in_delta or name == "delta")
+        elif kinds <= {int, float} or kinds == {list} or (kinds == {str} and in_delta):
             total[name] = old + value
         else:
             total[name] = value
@@ -743,10 +742,11 @@ def offered_name(name: str, names: list[str]) -> str:
 
 
 def parse_arguments(text: str) -> Json | None:
-    """Return a call's arguments, or None without an object that can be saved."""
+    """Return a call's arguments; None if they are no object that can be saved."""
     try:
         arguments = pydantic_core.from_json(text) or {}
-        json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
+        text = json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
+        pydantic_core.from_json(f"[[[[[{text}]]]]]")  # the file nests them so deep
     except ValueError:
         return None
     return arguments if isinstance(arguments, dict) else None
@@ -781,7 +781,7 @@ class Endpoint:
         self.may_list_at = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
         limits = {"connect": 5.0, "pool": 5.0}  # seconds; pool includes the DNS look-up
-        self.patience = openai.Timeout(5 * timeout, **limits)  # for a whole answer
+        self.slow_timeout = openai.Timeout(5 * timeout, **limits)  # of a whole answer
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
@@ -795,7 +795,7 @@ class Endpoint:
         """Hand over the chunks of a reply, or the reply if it is not streamed."""
         # As dicts, because openai makes a typed object of each chunk, which costs CPU.
         raw: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
-        raw["options"] = {} if body.get("stream") else {"timeout": self.patience}
+        raw["options"] = {} if body.get("stream") else {"timeout": self.slow_timeout}
         with endpoint_errors():  # a chunk may have any shape
             post = self.client.post("/chat/completions", body=body, stream=True, **raw)
             async with await post as sent:
@@ -808,7 +808,7 @@ class Endpoint:
 
     async def post(self, path: str, body: Json, *, is_slow: bool = False) -> Any:
         """Return an answer that is not streamed."""
-        options: Any = {"timeout": self.patience} if is_slow else {}
+        options: Any = {"timeout": self.slow_timeout} if is_slow else {}
         raw = {"cast_to": object, "options": options}
         with endpoint_errors():
             return await self.client.post(path, body=body, **raw)
@@ -891,7 +891,7 @@ def endpoint_errors() -> Iterator[None]:
 
 def failure_of(error: openai.APIError) -> Failure:
     """Return what a client is told of an error of openai's client."""
-    if isinstance(error.__cause__, httpx2.ReadTimeout):  # one to connect is below
+    if isinstance(error.__cause__, httpx2.ReadTimeout):  # ConnectTimeout: unavailable
         return Failure("upstream_timeout")
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
     reason = error_sentence(error.body, key)
@@ -973,7 +973,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
         await self.memory.close()
-        for endpoint in self.endpoints:
+        for endpoint in {self.chat, *self.endpoints}:
             await endpoint.client.close()
 
     def begin(self, request: TurnRequest) -> AgentRun:
@@ -1173,7 +1173,7 @@ async def models(service: TheService) -> Json:
 @router.get("/v1/models/{id:path}")
 async def model(service: TheService, id: str) -> Json:
     [row] = (await models(service))["data"]
-    if id != row["id"]:
+    if id.strip("/") != row["id"].strip("/"):
         raise HTTPException(404, f"The only model is {row['id']}.")
     return row
 
@@ -1314,7 +1314,7 @@ PUBLIC = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.
 
 
 class KeyCheck:
-    """ASGI middleware before FastAPI reads a body: mends the path, checks the key."""
+    """Middleware that mends the path and checks the key before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.key = app, key.encode()

@@ -10,7 +10,7 @@ Memory, Turn and User are the interface. Learner, the prompts and the checks tur
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
 the functions for files, and Locks are the way to the disk.
 
-    async def complete(messages, json_schema):  # ask your model for such JSON
+    async def complete(messages, schema):  # ask your model for such JSON
         return '{"operations": []}'
 
     async with Memory("data", complete) as memories:
@@ -191,7 +191,7 @@ class Memory:
     Args:
         folder: Made if it does not exist. Open it only once per process, because the
             first `close` would free the locks of both.
-        complete: Async. Gets messages and a `json_schema`, as in OpenAI's
+        complete: Async. Gets messages and a schema, the `json_schema` in OpenAI's
             `response_format`: one of `memory_operations`, `still_true` and
             `session_summary`. Returns the model's text. Raises RequestRefused if a
             smaller request may help. After any other exception it is asked again later.
@@ -248,8 +248,8 @@ class Memory:
             for folder in folders:
                 self.learner.schedule(folder)
             await asyncio.sleep(0.02)
-        for path in self.folder.glob("*/memory.json"):
-            user = self.user_in_folder(path.parent.name)
+        for path in glob.iglob("*/memory.json", root_dir=self.folder):
+            user = self.user_in_folder(os.path.dirname(path))
             with suppress(NotFound):
                 await self.embed_missing(user, FACT_VECTORS)
                 await self.embed_missing(user, TURN_VECTORS)
@@ -353,7 +353,7 @@ class Memory:
         accepted = {}
         for id, document in zip(texts, documents):
             with suppress(RequestRefused):
-                # 1,500 digits are 1,500 tokens, more than most models take.
+                # 500 bytes are never more than 500 tokens, which most models take.
                 [vector] = await self.embed([cut_middle(document, 500)])
                 accepted[id] = unit_vector(vector)
         if not accepted and len(texts) > 1:
@@ -456,14 +456,14 @@ class Turn:
         """Return what memory knows that may help to answer a query.
 
         If all facts fit `hint_tokens`, nothing is searched. Else the profile takes at
-        most half of it, and search adds at most `hint_k` facts. `shown` has the texts
-        of a client's prompt, by default the replayed queries; they are not repeated.
+        most half of it, and search adds at most `hint_k` facts. What stands in the
+        prompt anyway is not repeated: `shown`, or else the replayed queries.
         """
         self.query = query
         settings = self.memory.settings
         said_budget = settings.hint_tokens // 3  # for what was just said
-        # Each line is cut to this budget, so that at least the newest fits.
-        size = max(0, 3 * said_budget - 1)  # bytes that `count_tokens` allows
+        # Each is cut to this budget. So the newest fits, if HINT_TOKENS is 9 or more.
+        size = 3 * said_budget - 1  # bytes that `count_tokens` allows
         lines = [cut_middle(line, size) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
@@ -494,8 +494,8 @@ class Turn:
 
         What changes comes last, so that a server can reuse its cache for the rest. If
         the prompt is too long, these go in this order: the oldest turns, in blocks,
-        until two are left; hints, from the last; the summary; the last two turns.
-        The hints that go are removed from `hints`, which then says what is shown.
+        until two are left; facts, then what was just said, the last first; the summary;
+        the last two turns. What goes is removed from `hints`, too.
 
         Raises:
             ValueError: The message alone does not fit.
@@ -609,8 +609,8 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call shares the context. JSON has about 2.6 bytes a token (vLLM), and
-# `count_tokens` takes 3, so what it counts as 5/8 is nearly 3/4. The answer has 1/4.
+# How a learning call shares the context. `count_tokens` assumes 3 bytes a token, but
+# JSON has about 2.6 (vLLM). So 5/8 by its count is nearly 3/4; the answer has the rest.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
 FACTS_SHARE = 1 / 5  # of what the examples leave
@@ -653,10 +653,12 @@ class Learner:
             while wake.is_set():  # also after a deletion, because the user may be back
                 wake.clear()
                 await asyncio.sleep(self.settings.learn_delay)
-                # NotFound: the user was deleted. Others: the disk, or our fault.
-                with suppress(NotFound), self.memory.optional("learning"):
-                    await self.learn_all(folder)
-                    await self.embed_when_quiet(folder, wake)
+                try:
+                    with suppress(NotFound):  # the user was deleted
+                        await self.learn_all(folder)
+                        await self.embed_when_quiet(folder, wake)
+                except Exception:  # the disk fails, or our fault
+                    log.warning("learning from a user ended", exc_info=True)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
             if not self.tasks:  # nothing waits, for example after a deletion
@@ -814,20 +816,20 @@ class Learner:
         long = 2 * self.settings.history_turns
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
             try:
-                await self.summarize(user, session_id)
+                while await self.summarize(user, session_id):
+                    pass
             except (NotFound, ConnectionError, RequestRefused) as error:
                 # It is tried again after the next turn.
                 log.warning("no summary: %r", error)
 
-    async def summarize(self, user: "User", session_id: str) -> None:
-        """Summarize the oldest turns of a session, if too many have no summary."""
+    async def summarize(self, user: "User", session_id: str) -> bool:
+        """Summarize some old turns of a session. Tell whether there were any."""
         keep = self.settings.history_turns
         transcript = await user.read_session(session_id)
         verbatim: list[Any] = transcript.verbatim()
         if len(verbatim) <= 2 * keep:
-            return
-        # At most 2 * keep at once: of more turns, only a few words each would fit. The
-        # rest follows after the next turns.
+            return False
+        # At most 2 * keep at once: of more turns, only a few words each would fit.
         old = verbatim[:-keep][: 2 * keep]
         # A sixth of the context for the turns, a sixth for the summary so far. At 3
         # bytes a token, a sixth of the tokens is half as many bytes.
@@ -840,7 +842,8 @@ class Learner:
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
         schema = json_schema("session_summary", {"summary": {"type": "string"}})
         summary = await self.ask(prompt, schema, "summary", str)
-        await user.save_summary(session_id, old, cut_middle(summary.strip(), 8000))
+        summary = cut_middle(summary.strip(), 8000)
+        return await user.save_summary(session_id, old, summary)
 
     async def ask(
         self, messages: list[Message], schema: Json, key: str, expected_type: Any
@@ -947,8 +950,8 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # `next_batch` keeps several turns short. Of a turn that is alone, at 3 bytes a
-    # token, the query gets a third of the budget, the response a ninth.
+    # Several turns are short already (`next_batch`). A turn that is alone may have as
+    # many bytes as the budget has tokens, a third of it; its response, a ninth.
     query_bytes = max(500, budget) if len(batch) == 1 else MAX_READ
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1054,9 +1057,9 @@ def check_operations(
     checked = [check_operation(row, facts, batch) for row in rows]
     dropped = [rule for rule in checked if isinstance(rule, str) and rule]
     passed = [operation for operation in checked if isinstance(operation, Operation)]
-    # `changes` keeps the last operation on each fact, so the best is sorted last: the
-    # newest turn's and, within a turn, the update, because for "I left Shell for Total"
-    # weak models write a delete as well.
+    # Of several operations on one fact, the last wins. So the newest turn comes last
+    # and, within a turn, an update after a delete: for "I left Shell for Total" weak
+    # models write both.
     passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
     changes = {one.fact["id"]: one for one in passed if one.fact}
     adds = [one for one in passed if not one.fact]
@@ -1363,7 +1366,7 @@ class Index:
         # Not a matrix product, because that wakes threads.
         cosines = np.einsum("id,jd->ij", sample, sample - self.shift)
         others = cosines[~np.eye(len(sample), dtype=bool)]
-        self.spread = round(float(others.std()), 6)
+        self.spread = round(float(others.std()), 6)  # 0 if all vectors are equal
 
     def search(
         self, query: str, vector: Vector | None, k: int, strict: bool = True
@@ -1735,8 +1738,8 @@ class UserFiles:
     def _delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
         # A client repeats a DELETE that a kill cut off, and must not get 404 while data
-        # is left. So what it asks for goes last: a session's files after its vectors,
-        # and of these the marker; a fact's row after its copies.
+        # is left. So what a 404 is decided by goes last: a session's marker, after its
+        # vectors and its turns; a fact's row, after all copies of it.
         vectors = self._vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1821,8 +1824,8 @@ class User(UserFiles):
         turns = self._transcript(session_id).turns
         if row["turn"] != len(turns) + 1:
             raise NotFound("session")  # it was deleted, or this turn is saved already
-        # `learned` may hold a larger number, from before the transcript was damaged or
-        # deleted. This turn would count as learned.
+        # A transcript that was damaged or deleted begins again at turn 1. If `learned`
+        # kept its old number, this turn would count as learned.
         if record.learned.get(session_id, 0) > len(turns):
             record.learned[session_id] = len(turns)
             self._write_record(record)
@@ -1862,11 +1865,13 @@ class User(UserFiles):
         self._write_record(record)
 
     @locked
-    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
+    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
         """Save a summary of a session's oldest turns, unless they are gone."""
-        if summary and self._transcript(session_id).verbatim()[: len(old)] == old:
-            row = {"summary": summary, "turn": old[-1]["turn"]}
-            self._database(session_id).table("summary").upsert(Document(row, doc_id=1))
+        if not summary or self._transcript(session_id).verbatim()[: len(old)] != old:
+            return False
+        row = {"summary": summary, "turn": old[-1]["turn"]}
+        self._database(session_id).table("summary").upsert(Document(row, doc_id=1))
+        return True
 
     @locked
     def fact_history(self, fact_id: str) -> list[Json]:
@@ -1894,14 +1899,14 @@ class User(UserFiles):
     def delete_facts(self) -> None:
         """Delete all facts. What was said so far counts as learned."""
         record = self._load_record()
-        marks = {id: len(self._transcript(id).turns) for id in self._session_ids()}
-        record = UserRecord(record.name, record.id, {}, marks, [])
+        learned = {id: len(self._transcript(id).turns) for id in self._session_ids()}
+        record = UserRecord(record.name, record.id, {}, learned, [])
         self._delete_files(FACT_VECTORS, "*memory.json.*", record)
 
     @locked
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
-        self._load_record()
+        self._load_record()  # NotFound: there is no such user
         sessions: list[Json] = []
         for id in self._session_ids():
             if turns := self._transcript(id).turns:  # none if the file is damaged
@@ -2107,7 +2112,7 @@ class Locks:
 
     def __init__(self, path: Path):
         self.loop = asyncio.get_running_loop()
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.local: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         # A pool of our own, because tools that hang must not keep turns from being
         # saved. FAISS uses one thread in each: to wake more took 4 ms a search.
@@ -2115,7 +2120,7 @@ class Locks:
 
     def close(self) -> None:
         self.threads.shutdown()
-        os.close(self.file)
+        os.close(self.fd)
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[None]:
@@ -2125,7 +2130,7 @@ class Locks:
             pause = 0.001  # seconds
             while True:
                 try:
-                    fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+                    fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
                     break
                 except (BlockingIOError, PermissionError):  # another process has it
                     await asyncio.sleep(pause)
@@ -2133,7 +2138,7 @@ class Locks:
             try:
                 yield
             finally:
-                fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, offset)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and wait for its end even if cancelled."""

@@ -688,12 +688,12 @@ def read_stream(parts):
     ("nulls", [{"content": None, "tool_calls": None}, *reply("Hi")], "Hi", ""),
     ("no delta", [{"choices": [{"delta": None}]}, {"choices": None}, "stop"], "", ""),
     ("a closing tag", reply("<think>Hm</think>", "a </think> b"), "a </think> b", "Hm"),
-    ("two parts", [{"content": [{"text": "H"}, {"text": "i"}]}, "stop"], "Hi", ""),
-    ("thinking parts", [{"content": [{"thinking": []}]}, *reply("Hi")], "Hi", ""),
+    ("parts", [{"content": [{"text": "H"}, {"thinking": []}]}, *reply("i")], "Hi", ""),
     ("an end in each piece", [*reply("H"), *reply("i")], "Hi", ""),
     ("usage last", [*reply("Hi"), {"choices": [], "usage": {"n": 3}}], "Hi", ""),
     ("reasoning", [{"reasoning": "Hm"}, *reply("Hi")], "Hi", "Hm"),
     ("both", [{"reasoning": "H", "reasoning_content": "H"}, *reply("Hi")], "Hi", "H"),
+    ("a tag left over", [{"reasoning": "Hm"}, *reply("</think>", "Hi")], "Hi", "Hm"),
     ("a tag in pieces", reply("<thi", "nk>2 <", " 3</", "think>", "Hi"), "Hi", "2 < 3"),
     ("a tag letter by letter", reply(*"<think>Hm</think>\nHi"), "Hi", "Hm"),
     ("a tag that stays open", reply("<think>Hm, ", "2 </th"), "", "Hm, 2 </th"),
@@ -913,7 +913,7 @@ def test_vectors_are_read_however_they_are_sent(start, model, as_sent):
 
     @app.post("/v1/embeddings")
     def embeddings(body: dict):
-        inputs = [text.replace("Peru", "Lima") for text in body["input"]]
+        inputs = [text.replace("Peru", "Lima") for text in body["input"]]  # synonyms
         vectors = [bag_of_words(text).tolist() for text in inputs]
         data = as_sent([{"index": n, "embedding": v} for n, v in enumerate(vectors)])
         return {"data": data} if data else fails(400, "batch size is invalid")
@@ -1037,7 +1037,7 @@ def test_with_reasoning_a_task_is_planned_and_the_plan_changed(chat, model):
     choices = [request.get("tool_choice") for request in model.requests]
     plan = {"type": "function", "function": {"name": "plan"}}
     assert choices == [plan, None, None, None]
-    result = model.requests[2]["messages"][-1]["content"]  # steps and rounds left
+    result = model.requests[2]["messages"][-1]["content"]  # after round 2 of 8
     assert re.search(r"(?s)^Error.*Convert.*Square.*\b6\b", result)
 
 
@@ -1114,7 +1114,7 @@ SUMS = [
     ("-2 ** 2 + 7 // 2 + 7 % 4 + 7 % -4 =", "1"),
     ("2^100", "1267650600228229401496703205376"),
     ("1,234,567.1 + +0.2", "1234567.3"),
-    ("15% of 80 + 1 / (10 + 10)%", "17"),
+    ("15% of 80 + 1 / 20%", "17"),
     ("sqrt(16) + log(8,2) + cos(2 * PI)", "8"),
 ]
 

@@ -24,7 +24,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
-# Not asyncio's own pool, because it also looks up host names, and tools may hang.
+# Not asyncio's own pool: tools that hang would fill it, and it looks up host names.
 THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
@@ -127,7 +127,7 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     text = text.replace("% of", "% *")  # else "of" would be its right operand
     # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
     # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
-    text = re.sub(r"([\d.]+|\B\([^()]*\)) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
+    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
