@@ -654,9 +654,10 @@ class Learner:
                 wake.clear()
                 await asyncio.sleep(self.settings.learn_delay)
                 try:
-                    with suppress(NotFound):  # the user was deleted
-                        await self.learn_all(folder)
-                        await self.embed_when_quiet(folder, wake)
+                    await self.learn_all(folder)
+                    await self.embed_when_quiet(folder, wake)
+                except NotFound:
+                    log.info("a user was deleted, so learning from them ended")
                 except Exception:  # the disk fails, or our fault
                     log.warning("learning from a user ended", exc_info=True)
         finally:
