@@ -1106,7 +1106,7 @@ async def chat(request: Request, body: ChatRequest, service: TheService) -> Resp
 
 
 def encode_line(event: Json) -> bytes:
-    """Return an event's line. Of `other_fields`, /chat has only a refusal, as a token."""
+    """Return an event's line. Of `other_fields`, /chat has a refusal, as a token."""
     if event["type"] == "other_fields":
         refusal = event["choice"]["delta"].get("refusal")
         if not refusal:
