@@ -3,8 +3,9 @@
 Each user is one folder of plain files. Transcripts and `memory.json` are the truth;
 vectors and keyword indexes can be made again from them. When `Turn.save` returns, the
 turn is on disk. It is learned later, in the background. To copy this file, install
-faiss-cpu, tinydb and "mem0ai>=2.2,<2.3" (`open_mem0` and FactStore use private names
-of it), which brings pydantic and numpy. Needs Python 3.11 on Linux or macOS (fcntl).
+faiss-cpu, tinydb and "mem0ai>=2.2,<2.3", whose private names are used in `open_mem0`
+and FactStore. Mem0 brings pydantic and numpy. Python must be 3.11 or newer, on Linux
+or macOS (fcntl).
 
 Memory, Turn and User are the interface. Learner, the prompts and the checks turn what
 was said into facts; FactStore keeps them through Mem0, and Index finds them. UserFiles,
@@ -832,8 +833,8 @@ class Learner:
             return False
         # At most 2 * keep at once: of more turns, only a few words each would fit.
         old = verbatim[:-keep][: 2 * keep]
-        # A sixth of the context for the turns, a sixth for the summary so far. At 3
-        # bytes a token, a sixth of the tokens is half as many bytes.
+        # The turns get a sixth of the context, and the summary so far gets another. A
+        # token counts as 3 bytes, so a sixth of 600 tokens is 300 bytes.
         max_bytes = self.memory.limits().context_tokens // 2
         parts = ("query", "response")
         size = max_bytes // len(old) // len(parts)
@@ -951,8 +952,9 @@ def operations_schema(fact_count: int) -> Json:
 
 def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
-    # Several turns are short already (`next_batch`). A turn that is alone may have as
-    # many bytes as the budget has tokens, a third of it; its response, a ninth.
+    # `next_batch` keeps several turns short, but one turn may be too long. Its query
+    # gets a byte for each token of the budget, which is a third. Its response gets a
+    # ninth.
     query_bytes = max(500, budget) if len(batch) == 1 else MAX_READ
     response_bytes = max(500, min(1000, budget // 3))
     turns = []
@@ -1536,9 +1538,10 @@ def any_alike(words: Iterable[str], others: frozenset[str]) -> bool:
 
 
 def alike(word: str, other: str) -> bool:
-    """Tell whether words begin with the same 4 letters, or one is in the other.
+    """Tell whether words begin with the same 4 letters, or one is inside the other.
 
-    The longer has at most 2 letters more then. Words of 1 or 2 letters must be equal.
+    The longer word then has at most 2 letters more. Words of 1 or 2 letters must be
+    equal.
     """
     short, long = sorted((word, other), key=len)
     if len(short) < 3:
@@ -1739,8 +1742,8 @@ class UserFiles:
     def _delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
         # A client repeats a DELETE that a kill cut off, and must not get 404 while data
-        # is left. So what a 404 is decided by goes last: a session's marker, after its
-        # vectors and its turns; a fact's row, after all copies of it.
+        # is left. A session without any file is a 404, so its marker goes last. A fact
+        # without a row is a 404, so its row goes after all copies of the fact.
         vectors = self._vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
