@@ -65,8 +65,6 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]  # any JSON object
-ScoredFacts = list[Json]  # each a Fact and its `score`
-UnlearnedTurns = list[Json]  # TurnRows, with `session_id` and `source` added
 Message = Json  # role and content, as in the Chat Completions API
 Vector = np.ndarray  # of float32, of length 1
 Vectors = dict[int, Vector]  # by `vector_id`
@@ -122,6 +120,10 @@ class Fact(TypedDict):
     source: str  # session_id/turn where it was said last
 
 
+class ScoredFact(Fact):
+    score: float  # how important it is, or how well search found it
+
+
 class TurnRow(TypedDict):
     turn: PositiveInt  # from 1
     query: str
@@ -132,6 +134,11 @@ class TurnRow(TypedDict):
     tools: list[dict[str, JsonValue]]  # name, arguments, ok, content
     started_at: Time
     ended_at: Time
+
+
+class UnlearnedTurn(TurnRow):
+    session_id: str
+    source: str  # session_id/turn
 
 
 class NotFound(Exception):
@@ -285,7 +292,9 @@ class Memory:
         model, max_facts = self.limits().embedding_model, self.settings.max_facts
         return User(self.folder / folder, self.locks, model, max_facts)
 
-    async def facts(self, user_id: str, query: str = "", k: int = 20) -> ScoredFacts:
+    async def facts(
+        self, user_id: str, query: str = "", k: int = 20
+    ) -> list[ScoredFact]:
         """Return all facts with their scores, or the k best that fit a query."""
         user = self.user(user_id)
         try:
@@ -300,7 +309,7 @@ class Memory:
 
     async def search(
         self, user: "User", query: str, k: int
-    ) -> tuple[ScoredFacts, list[str]]:
+    ) -> tuple[list[ScoredFact], list[str]]:
         """Return at most k relevant facts, best first, and what could not be used."""
         vector = await self.query_vector(query)
         degraded = [] if vector is not None else ["embeddings"]
@@ -390,14 +399,14 @@ JUST_SAID_CHARS = 200  # of each of these messages
 class Hints:
     """What memory puts before the model, besides the session's own turns."""
 
-    facts: ScoredFacts  # all, best first; or the profile, then what search found
+    facts: list[ScoredFact]  # all, best first; or the profile, then what search found
     just_said: list[str]  # elsewhere and not yet learned, newest first
     degraded: list[str]  # parts that could not be used
 
     def rows(self) -> list[Json]:
         """Return what a client is told of the facts."""
-        names = ("id", "text", "kind", "score")
-        return [{name: fact[name] for name in names} for fact in self.facts]
+        names = {"id", "text", "kind", "score"}
+        return [{k: v for k, v in fact.items() if k in names} for fact in self.facts]
 
     def block(self) -> str:
         """Return the text that stands before the user's message."""
@@ -415,7 +424,7 @@ class Hints:
         return "\n".join([*lines, "[/MEMORY HINTS]"])
 
 
-def hint_line(fact: Json) -> str:
+def hint_line(fact: Fact) -> str:
     """Return a fact as a line; an episodic one with the date when it was last said."""
     line = f"- {one_line(fact['text'])}"
     if fact["kind"] == "episodic":
@@ -423,9 +432,7 @@ def hint_line(fact: Json) -> str:
     return line
 
 
-def fit_budget(
-    rows: list[Any], budget: int, text: Callable[[Any], str] = hint_line
-) -> list[Any]:
+def fit_budget(rows: list[T], budget: int, text: Callable[[T], str]) -> list[T]:
     """Return the first rows whose texts take at most `budget` tokens together."""
     sizes = itertools.accumulate(count_tokens(text(row)) for row in rows)
     return [row for row, size in zip(rows, sizes) if size <= budget]
@@ -440,7 +447,7 @@ class Turn:
     session_id: str
     record: "UserRecord"
     transcript: "Transcript"
-    unlearned: UnlearnedTurns  # of all sessions, oldest first
+    unlearned: list[UnlearnedTurn]  # of all sessions, oldest first
     query: str = ""  # set by `hints`; `fit_context` and the tools read it
 
     @property
@@ -469,18 +476,19 @@ class Turn:
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
-        fitting = fit_budget(facts, budget)
+        fitting = fit_budget(facts, budget, hint_line)
         if fitting == facts or not settings.hint_tokens:  # all fit, or none is wanted
             # Nothing was searched, so this says only what a search would lack.
             degraded = [] if self.memory.embed else ["embeddings"]
             return Hints(fitting, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
-        profile = fit_budget(profile, budget // 2)
+        profile = fit_budget(profile, budget // 2, hint_line)
         ids = {fact["id"] for fact in profile}
         k = settings.hint_k + len(profile)  # search may find the profile again
         found, degraded = await self.memory.search(self.user, query, k)
         others = [fact for fact in found if fact["id"] not in ids][: settings.hint_k]
-        return Hints(fit_budget(profile + others, budget), just_said, degraded)
+        shown_facts = fit_budget(profile + others, budget, hint_line)
+        return Hints(shown_facts, just_said, degraded)
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
@@ -705,12 +713,12 @@ class Learner:
             return True
         facts = scored(record.facts)
         # If they do not all fit, they will be searched.
-        if fit_budget(facts, self.settings.hint_tokens) != facts:
+        if fit_budget(facts, self.settings.hint_tokens, hint_line) != facts:
             await self.memory.embed_missing(user, FACT_VECTORS)
         return False
 
     async def learn_batch(
-        self, user: "User", record: "UserRecord", batch: UnlearnedTurns
+        self, user: "User", record: "UserRecord", batch: list[UnlearnedTurn]
     ) -> None:
         """Learn from turns.
 
@@ -731,7 +739,9 @@ class Learner:
                 log.error("turn %s is given up: it counts as learned", first)
                 self.memory.given_up += 1
 
-    def next_batch(self, folder: str, unlearned: UnlearnedTurns) -> UnlearnedTurns:
+    def next_batch(
+        self, folder: str, unlearned: list[UnlearnedTurn]
+    ) -> list[UnlearnedTurn]:
         """Return the first turns that fit one call. A turn that failed goes alone."""
         has_failed = self.failures[folder, unlearned[0]["source"]] > 0
         batch = unlearned[: 1 if has_failed else BATCH_TURNS]
@@ -740,7 +750,7 @@ class Learner:
         return fit or batch[:1]
 
     async def ask_operations(
-        self, user: "User", record: "UserRecord", batch: UnlearnedTurns
+        self, user: "User", record: "UserRecord", batch: list[UnlearnedTurn]
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
         # Each failure halves the budget of the examples, and that of facts and turns.
@@ -749,7 +759,8 @@ class Learner:
         prompt = learning_prompt(int(room * EXAMPLES_SHARE) // divisor)
         budget = (room - prompt_tokens(prompt)) // divisor
         facts_budget = int(budget * FACTS_SHARE)
-        shown = await self.facts_to_show(user, record, batch, facts_budget)
+        facts = [*record.facts.values()]
+        shown = await self.facts_to_show(user, facts, batch, facts_budget)
         request = learning_request(shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
@@ -767,17 +778,16 @@ class Learner:
         return operations
 
     async def facts_to_show(
-        self, user: "User", record: "UserRecord", batch: UnlearnedTurns, budget: int
-    ) -> list[Any]:
+        self, user: "User", facts: list[Fact], batch: list[UnlearnedTurn], budget: int
+    ) -> list[Fact]:
         """Return the facts that the turns may change, of at most `budget` tokens."""
-        facts: list[Any] = [*record.facts.values()]
-        if len(facts) <= SHOWN_FACTS and fit_budget(facts, budget) == facts:
+        if len(facts) <= SHOWN_FACTS and fit_budget(facts, budget, hint_line) == facts:
             return facts
         queries = "\n".join(turn["query"] for turn in batch)
         vector = await self.memory.query_vector(queries)
         # Not strict, because a fact may be meant without a common word.
         nearest = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
-        return fit_budget(nearest, budget)
+        return [*fit_budget(nearest, budget, hint_line)]
 
     async def confirm_change(self, operation: "Operation") -> list["Operation"]:
         """Return what to do in place of an operation. An empty list drops it.
@@ -813,7 +823,7 @@ class Learner:
         left = await self.ask(prompt, schema, "left", str | None)
         return one_line(left) or None
 
-    async def summarize_long(self, user: "User", batch: UnlearnedTurns) -> None:
+    async def summarize_long(self, user: "User", batch: list[UnlearnedTurn]) -> None:
         """Summarize the oldest turns of those sessions of a batch that are long."""
         long = 2 * self.settings.history_turns
         for session_id in {t["session_id"] for t in batch if t["turn"] > long}:
@@ -950,7 +960,9 @@ def operations_schema(fact_count: int) -> Json:
     return json_schema("memory_operations", {"operations": operations})
 
 
-def learning_request(facts: ScoredFacts, batch: UnlearnedTurns, budget: int) -> Message:
+def learning_request(
+    facts: list[Fact], batch: list[UnlearnedTurn], budget: int
+) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
     # `next_batch` keeps several turns short, but one turn may be too long. Its query
     # gets a byte for each token of the budget, which is a third. Its response gets a
@@ -1041,15 +1053,15 @@ class Operation(NamedTuple):
     """One change of the facts that has passed the checks."""
 
     op: str  # add, update or delete
-    fact: Any  # the Fact that is updated or deleted; None for add
+    fact: Fact | None  # that is updated or deleted; None for add
     text: str  # the new fact; "" for delete
     kind: str
     importance: float
-    turn: Json  # its source, ended_at and query: where the user said it
+    turn: Any  # its source, ended_at and query: where the user said it
 
 
 def check_operations(
-    proposed: list[Any], shown: list[Fact], batch: UnlearnedTurns
+    proposed: list[Any], shown: list[Fact], batch: list[UnlearnedTurn]
 ) -> tuple[list[Operation], list[str]]:
     """Return what passes the checks, and the names of the rules that dropped the rest.
 
@@ -1071,7 +1083,7 @@ def check_operations(
 
 
 def check_operation(
-    row: Json, facts: dict[str, Fact], batch: UnlearnedTurns
+    row: Json, facts: dict[str, Fact], batch: list[UnlearnedTurn]
 ) -> Operation | str:
     """Return a model's operation in one form, or the name of the rule that drops it.
 
@@ -1258,14 +1270,15 @@ class FactStore:
         """Return no vector, because facts are embedded in the background."""
 
 
-def scored(facts: dict[str, Fact]) -> ScoredFacts:
+def scored(facts: dict[str, Fact]) -> list[ScoredFact]:
     """Return facts with their score now, best first, and of equal ones the newest."""
-    newest: Any = reversed(facts.values())
-    rows = [{**fact, "score": score_now(fact)} for fact in newest]
+    rows: list[ScoredFact] = [
+        {**fact, "score": score_now(fact)} for fact in reversed(facts.values())
+    ]
     return sorted(rows, key=lambda row: -row["score"])
 
 
-def score_now(fact: Any) -> float:
+def score_now(fact: Fact) -> float:
     """Weigh a fact's importance, how fresh it is, and how often it was said."""
     age = datetime.now(UTC) - datetime.fromisoformat(fact["last_seen_at"])
     fresh = math.exp(-max(timedelta(), age) / timedelta(days=30))
@@ -1273,7 +1286,7 @@ def score_now(fact: Any) -> float:
     return round(0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often, 4)
 
 
-def has_faded(fact: Any) -> bool:
+def has_faded(fact: Fact) -> bool:
     """Tell whether a fact is neither shown nor found. It stays on disk."""
     return fact["kind"] == "episodic" and score_now(fact) < 0.25
 
@@ -1726,15 +1739,15 @@ class UserFiles:
         row: Any = database.table("summary").get(doc_id=1) or {"summary": "", "turn": 0}
         return Transcript(turns, row["summary"], row["turn"])
 
-    def _unlearned_turns(self, record: UserRecord) -> UnlearnedTurns:
+    def _unlearned_turns(self, record: UserRecord) -> list[UnlearnedTurn]:
         """Return the turns that wait, oldest first. Remove markers without any."""
-        unlearned: UnlearnedTurns = []
+        unlearned: list[UnlearnedTurn] = []
         for marker in self.folder.glob("*.unlearned"):
             id = marker.stem
             turns = self._transcript(id).turns[record.learned.get(id, 0) :]
             for row in turns:
-                place = {"session_id": id, "source": f"{id}/{row['turn']}"}
-                unlearned.append({**row, **place})
+                source = f"{id}/{row['turn']}"
+                unlearned.append({**row, "session_id": id, "source": source})
             if not turns:
                 marker.unlink()
         return sorted(unlearned, key=lambda turn: turn["ended_at"])
@@ -1807,7 +1820,7 @@ class User(UserFiles):
     @locked
     def begin_turn(
         self, name: str, session_id: str
-    ) -> tuple[UserRecord, Transcript, UnlearnedTurns]:
+    ) -> tuple[UserRecord, Transcript, list[UnlearnedTurn]]:
         """Return what a turn builds on. Makes the user's folder."""
         # Only here, because a turn that ends late must not bring a deleted user back.
         if not self.folder.is_dir():
@@ -1840,14 +1853,17 @@ class User(UserFiles):
         self._database(session_id).table("turns").insert(row)
 
     @locked
-    def read(self) -> tuple[UserRecord, UnlearnedTurns]:
+    def read(self) -> tuple[UserRecord, list[UnlearnedTurn]]:
         """Return the facts, and the turns that wait to be learned."""
         record = self._load_record()
         return record, self._unlearned_turns(record)
 
     @locked
     def apply(
-        self, operations: list[Operation], batch: UnlearnedTurns, record_id: str = ""
+        self,
+        operations: list[Operation],
+        batch: list[UnlearnedTurn],
+        record_id: str = "",
     ) -> None:
         """In one write, change facts and mark turns as learned.
 
@@ -1955,9 +1971,9 @@ class User(UserFiles):
     @locked
     def search_facts(
         self, query: str, vector: Vector | None, k: int, strict: bool = True
-    ) -> ScoredFacts:
+    ) -> list[ScoredFact]:
         """Return at most k facts, best first, each with its score."""
-        facts: dict[str, Any] = self._load_record().facts
+        facts = self._load_record().facts
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
         index = fact_index(self, *map(file_version, paths))
         hits = index.search(query, vector, len(facts), strict)
