@@ -105,7 +105,7 @@ def check_time(text: str) -> str:
     return text
 
 
-Time = Annotated[str, AfterValidator(check_time)]  # ISO 8601, in the files UTC
+Timestamp = Annotated[str, AfterValidator(check_time)]  # ISO 8601, in the files UTC
 
 
 # Mark a new field of Fact or TurnRow as NotRequired, or older files count as damaged.
@@ -115,8 +115,8 @@ class Fact(TypedDict):
     kind: str  # profile or episodic
     importance: float  # 0 to 1
     frequency: PositiveInt  # how often the user said it
-    created_at: Time
-    last_seen_at: Time
+    created_at: Timestamp
+    last_seen_at: Timestamp
     source: str  # session_id/turn where it was said last
 
 
@@ -132,8 +132,8 @@ class TurnRow(TypedDict):
     reasoning_mode: bool
     rounds: int
     tools: list[dict[str, JsonValue]]  # name, arguments, ok, content
-    started_at: Time
-    ended_at: Time
+    started_at: Timestamp
+    ended_at: Timestamp
 
 
 class UnlearnedTurn(TurnRow):
@@ -158,28 +158,30 @@ def local_time(timestamp: str) -> datetime:
     return datetime.fromisoformat(timestamp).astimezone()
 
 
-def as_message(role: str, content: Any) -> Message:
+def as_message(role: str, content: str | Json) -> Message:
     """Return a message. What is not a text is written as JSON."""
     if not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
     return {"role": role, "content": content}
 
 
+BYTES_PER_TOKEN = 3  # in UTF-8; an estimate that is safe for English (about 4)
+
+
 def count_tokens(text: str) -> int:
-    """Estimate tokens as UTF-8 bytes / 3, which is high for English (about 4)."""
-    return len(text.encode("utf-8", "replace")) // 3 + 1
+    return len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN + 1
 
 
 def prompt_tokens(messages: list[Message]) -> int:
     return sum(count_tokens(message["content"]) + 4 for message in messages)
 
 
-def cut_middle(text: str, size: int) -> str:
+def cut_middle(text: str, max_bytes: int) -> str:
     """Return a text of at most `size` (7 or more) UTF-8 bytes: all, or its two ends."""
     content = text.encode("utf-8", "replace")  # no file holds lone surrogates
-    if len(content) <= size:
+    if len(content) <= max_bytes:
         return content.decode()
-    half = max(1, (size - 5) // 2)
+    half = max(1, (max_bytes - 5) // 2)
     return (content[:half] + " … ".encode() + content[-half:]).decode(errors="ignore")
 
 
@@ -197,12 +199,12 @@ class Memory:
     level of Mem0's log (WARNING), and Mem0's use of spaCy (off).
 
     Args:
-        folder: Made if it does not exist. Open it only once per process, because the
-            first `close` would free the locks of both.
+        folder: Made if it does not exist. Open it only once per process, because
+            `close` would also free the locks of a second Memory.
         complete: Async. Gets messages and a schema, the `json_schema` in OpenAI's
             `response_format`: one of `memory_operations`, `still_true` and
             `session_summary`. Returns the model's text. Raises RequestRefused if a
-            smaller request may help. After any other exception it is asked again later.
+            smaller request may help. After any other exception, Memory asks again later.
         embed: Async. Returns one vector per text. None: search by words only.
         rerank: Async. Gets a query, texts and k; returns positions and relevances.
         limits: Returns what is known of the two models now.
@@ -251,7 +253,7 @@ class Memory:
         await self.close()
 
     async def idle(self) -> None:
-        """Wait until all is learned and embedded: forever if the model is down."""
+        """Wait until all is learned and embedded. If the model is down, never return."""
         while folders := await self.locks.in_thread(self.unlearned_sessions):
             for folder in folders:
                 self.learner.schedule(folder)
@@ -352,7 +354,7 @@ class Memory:
         """Return the vectors of texts, except of those that the endpoint refuses.
 
         Raises:
-            RequestRefused: It refuses all of several texts.
+            RequestRefused: The endpoint refuses all of several texts.
         """
         assert self.embed
         prefix = self.settings.embedding_document_prefix
@@ -371,17 +373,17 @@ class Memory:
         return accepted
 
     @contextmanager
-    def optional(self, part: str) -> Iterator[None]:
+    def optional(self, feature: str) -> Iterator[None]:
         """Go on without a part that fails. Log it, and note since when it fails."""
         try:
             yield
         except NotFound:  # the user was deleted meanwhile
             raise
         except Exception:  # whatever the endpoint did
-            self.degraded.setdefault(part, now())
-            log.warning("%s failed", part, exc_info=True)
+            self.degraded.setdefault(feature, now())
+            log.warning("%s failed", feature, exc_info=True)
         else:
-            self.degraded.pop(part, None)
+            self.degraded.pop(feature, None)
 
     @property
     def pending(self) -> int:
@@ -403,7 +405,7 @@ class Hints:
     just_said: list[str]  # elsewhere and not yet learned, newest first
     degraded: list[str]  # parts that could not be used
 
-    def rows(self) -> list[Json]:
+    def for_client(self) -> list[Json]:
         """Return what a client is told of the facts."""
         names = {"id", "text", "kind", "score"}
         return [{k: v for k, v in fact.items() if k in names} for fact in self.facts]
@@ -432,9 +434,9 @@ def hint_line(fact: Fact) -> str:
     return line
 
 
-def fit_budget(rows: list[T], budget: int, text: Callable[[T], str]) -> list[T]:
+def fit_budget(rows: list[T], budget: int, to_text: Callable[[T], str]) -> list[T]:
     """Return the first rows whose texts take at most `budget` tokens together."""
-    sizes = itertools.accumulate(count_tokens(text(row)) for row in rows)
+    sizes = itertools.accumulate(count_tokens(to_text(row)) for row in rows)
     return [row for row, size in zip(rows, sizes) if size <= budget]
 
 
@@ -463,24 +465,29 @@ class Turn:
     async def hints(self, query: str, shown: Iterable[str] = ()) -> Hints:
         """Return what memory knows that may help to answer a query.
 
-        If all facts fit `hint_tokens`, nothing is searched. Else the profile takes at
-        most half of it, and search adds at most `hint_k` facts. What stands in the
-        prompt anyway is not repeated: `shown`, or else the replayed queries.
+        If all facts fit `hint_tokens`, nothing is searched. If not, the profile takes
+        at most half of the tokens, and search adds at most `hint_k` facts.
+
+        Args:
+            shown: Queries that are in the prompt and need no hint. If it is empty,
+                those are the replayed queries.
         """
         self.query = query
         settings = self.memory.settings
+        # If nothing is searched, this says only what a search would lack.
+        degraded = [] if self.memory.embed else ["embeddings"]
+        if not settings.hint_tokens:
+            return Hints([], [], degraded)
         said_budget = settings.hint_tokens // 3  # for what was just said
-        # Each is cut to this budget. So the newest fits, if HINT_TOKENS is 9 or more.
-        size = 3 * said_budget - 1  # bytes that `count_tokens` allows
-        lines = [cut_middle(line, size) for line in self.unlearned_lines(shown)]
+        # Each line is cut to this budget, so that the newest fits.
+        max_bytes = BYTES_PER_TOKEN * said_budget - 1
+        lines = [cut_middle(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
         facts = [fact for fact in scored(self.record.facts) if not has_faded(fact)]
         fitting = fit_budget(facts, budget, hint_line)
-        if fitting == facts or not settings.hint_tokens:  # all fit, or none is wanted
-            # Nothing was searched, so this says only what a search would lack.
-            degraded = [] if self.memory.embed else ["embeddings"]
-            return Hints(fitting, just_said, degraded)
+        if fitting == facts:
+            return Hints(facts, just_said, degraded)
         profile = [fact for fact in facts if fact["kind"] == "profile"]
         profile = fit_budget(profile, budget // 2, hint_line)
         ids = {fact["id"] for fact in profile}
@@ -499,37 +506,41 @@ class Turn:
         return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
     def fit_context(self, system: str, hints: Hints, limit: int) -> list[Message]:
-        """Return the messages of a prompt of at most `limit` tokens, after `hints`.
+        """Return the messages of a prompt of at most `limit` tokens.
 
-        What changes comes last, so that a server can reuse its cache for the rest. If
-        the prompt is too long, these go in this order: the oldest turns, in blocks,
-        until two are left; facts, then what was just said, the last first; the summary;
-        the last two turns. What goes is removed from `hints`, too.
+        Call `Turn.hints` first. Hints and query come last, so that a server can reuse
+        its cache for the messages before them. If the prompt is too long, these are
+        dropped in this order, the hints also from `hints`:
+
+            the oldest turns, in blocks, until two are left
+            the last facts, then the oldest of what was just said
+            the summary
+            the last two turns
 
         Raises:
             ValueError: The message alone does not fit.
         """
         summary = self.transcript.summary
-        turns = [exchange(row["query"], row["response"]) for row in self.replayed]
-        sizes = [prompt_tokens(turn) for turn in turns]
-        block_size = self.memory.settings.history_turns
+        exchanges = [exchange(row["query"], row["response"]) for row in self.replayed]
+        sizes = [prompt_tokens(messages) for messages in exchanges]
+        turns_per_cut = self.memory.settings.history_turns
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
             last = as_message("user", f"{hints.block()}\n\n{self.query}")
             if prompt_tokens([first, last]) + sum(sizes) <= limit:
-                return [first, *itertools.chain(*turns), last]
-            if len(turns) > 2:
-                dropped = min(block_size, len(turns) - 2)
-                turns, sizes = turns[dropped:], sizes[dropped:]
+                return [first, *itertools.chain(*exchanges), last]
+            if len(exchanges) > 2:
+                dropped = min(turns_per_cut, len(exchanges) - 2)
+                exchanges, sizes = exchanges[dropped:], sizes[dropped:]
             elif hints.facts:
                 hints.facts.pop()
             elif hints.just_said:
                 hints.just_said.pop()
             elif summary:
                 summary = ""
-            elif turns:
-                turns, sizes = [], []
+            elif exchanges:
+                exchanges, sizes = [], []
             else:
                 raise ValueError("the message does not fit the model's context")
 
@@ -549,8 +560,7 @@ class Turn:
         row: Json = {"turn": self.number, "query": query, "response": response}
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
-        # `pending` must not be 0 while a turn waits. So it is raised before the write,
-        # and again after it if the learner has meanwhile counted without this turn.
+        # Before the write, because `pending` must not be 0 while a turn waits
         pending, name = self.memory.learner.pending, self.user.folder.name
         pending[name] += 1
         saving = self.user.append(self.record.id, self.session_id, row)
@@ -559,17 +569,18 @@ class Turn:
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
+        # Again, because the learner may have counted before the turn was written
         pending[name] = max(1, pending[name])
         self.memory.degraded.pop("storage", None)
 
-    # Tools for the model. The user and the session are bound, never arguments.
+    # The model calls these tools, but cannot choose the user or the session.
 
     async def fetch_memory(self, query: str, k: int = 5) -> str:
         """Search what is known about the user, if the hints do not hold the answer."""
         k = max(1, min(k, 20))
         facts, _ = await self.memory.search(self.user, query, k)
         just_said = self.unlearned_lines()
-        just_said.sort(key=lambda text: not share_word(text, query))
+        just_said.sort(key=lambda text: not share_word(text, query))  # relevant first
         lines = [hint_line(fact) for fact in facts]
         lines += [f'- just said: "{text}"' for text in just_said[:k]]
         return "\n".join(lines) or "Nothing relevant is known about the user."
@@ -608,7 +619,7 @@ class Turn:
         return text or "Nothing relevant was said in past conversations."
 
 
-def exchange(query: Any, response: Any) -> list[Message]:
+def exchange(query: str | Json, response: str | Json) -> list[Message]:
     """Return a user's message and its answer, as prompts repeat them."""
     response = response or "(interrupted)"
     return [as_message("user", query), as_message("assistant", response)]
@@ -618,11 +629,11 @@ def exchange(query: Any, response: Any) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call shares the context. `count_tokens` assumes 3 bytes a token, but
-# JSON has about 2.6 (vLLM). So 5/8 by its count is nearly 3/4; the answer has the rest.
+# How a learning call shares the context. The estimate is 3 bytes a token, but JSON has
+# about 2.6 (vLLM). So a request of 5/8 takes nearly 3/4, and the answer has the rest.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
-FACTS_SHARE = 1 / 5  # of what the examples leave
+FACTS_SHARE = 1 / 5  # of what the rules and the examples leave of the request
 TURNS_SHARE = 1 / 6  # of the context, for a batch of several turns
 
 
@@ -659,7 +670,7 @@ class Learner:
         """Learn what waits of a user, and what comes meanwhile."""
         wake = self.wake[folder]
         try:
-            while wake.is_set():  # also after a deletion, because the user may be back
+            while wake.is_set():  # even after NotFound, because the user may be back
                 wake.clear()
                 await asyncio.sleep(self.settings.learn_delay)
                 try:
@@ -671,7 +682,7 @@ class Learner:
                     log.warning("learning from a user ended", exc_info=True)
         finally:
             del self.tasks[folder], self.wake[folder], self.pending[folder]
-            if not self.tasks:  # nothing waits, for example after a deletion
+            if not self.tasks:  # nothing waits; deleted users may have left failures
                 self.failures.clear()
                 self.memory.degraded.pop("learning", None)
 
@@ -712,7 +723,7 @@ class Learner:
                 await self.summarize_long(user, batch)
             return True
         facts = scored(record.facts)
-        # If they do not all fit, they will be searched.
+        # If some do not fit, the next turn searches them, and needs their vectors.
         if fit_budget(facts, self.settings.hint_tokens, hint_line) != facts:
             await self.memory.embed_missing(user, FACT_VECTORS)
         return False
@@ -755,9 +766,9 @@ class Learner:
         """Ask the model what the turns change. Return what passes the checks."""
         # Each failure halves the budget of the examples, and that of facts and turns.
         divisor = 2 ** self.failures[user.folder.name, batch[0]["source"]]
-        room = int(self.memory.limits().context_tokens * REQUEST_SHARE)
-        prompt = learning_prompt(int(room * EXAMPLES_SHARE) // divisor)
-        budget = (room - prompt_tokens(prompt)) // divisor
+        request_budget = int(self.memory.limits().context_tokens * REQUEST_SHARE)
+        prompt = learning_prompt(int(request_budget * EXAMPLES_SHARE) // divisor)
+        budget = (request_budget - prompt_tokens(prompt)) // divisor
         facts_budget = int(budget * FACTS_SHARE)
         facts = [*record.facts.values()]
         shown = await self.facts_to_show(user, facts, batch, facts_budget)
@@ -783,10 +794,10 @@ class Learner:
         """Return the facts that the turns may change, of at most `budget` tokens."""
         if len(facts) <= SHOWN_FACTS and fit_budget(facts, budget, hint_line) == facts:
             return facts
-        queries = "\n".join(turn["query"] for turn in batch)
-        vector = await self.memory.query_vector(queries)
+        query = "\n".join(turn["query"] for turn in batch)
+        vector = await self.memory.query_vector(query)
         # Not strict, because a fact may be meant without a common word.
-        nearest = await user.search_facts(queries, vector, SHOWN_FACTS, strict=False)
+        nearest = await user.search_facts(query, vector, SHOWN_FACTS, strict=False)
         return [*fit_budget(nearest, budget, hint_line)]
 
     async def confirm_change(self, operation: "Operation") -> list["Operation"]:
@@ -797,27 +808,27 @@ class Learner:
         op, fact, query = operation.op, operation.fact, operation.turn["query"]
         if not fact or is_clear(op, fact["text"], operation.text, query):
             return [operation]
-        still_true = await self.still_true(fact["text"], query)
-        if still_true is None:  # nothing of it
+        left = await self.ask_still_true(fact["text"], query)
+        if left is None:  # nothing: the model confirms the change
             return [operation]
-        # Something of the fact stays, so an update's text is added beside it.
+        # Some of the fact is still true, so an update's text is added beside it.
         added = []
         if op == "update" and not is_invented(operation.text, query):
             added = [operation._replace(op="add", fact=None)]
-        if is_rest(still_true, fact["text"], query):
-            rest = operation._replace(op="update", text=still_true)
+        if is_rest(left, fact["text"], query):
+            rest = operation._replace(op="update", text=left)
             rest = rest._replace(kind=fact["kind"], importance=fact["importance"])
             return [rest, *added]
         if op == "delete" and share_word(fact["text"], query):
-            return [operation]  # the model's two answers differ, but the user named it
+            return [operation]  # the user named the fact, so the first answer counts
         return added
 
-    async def still_true(self, known: str, query: str) -> str | None:
+    async def ask_still_true(self, fact_text: str, query: str) -> str | None:
         """Ask the model what is still true of a fact after a message. None: nothing."""
         prompt = [as_message("system", STILL_TRUE_PROMPT)]
         for fact, message, left in STILL_TRUE_EXAMPLES:
             prompt += exchange({"fact": fact, "message": message}, {"left": left})
-        question = {"fact": known, "message": cut_redacted(query, 500)}
+        question = {"fact": fact_text, "message": cut_redacted(query, 500)}
         prompt.append(as_message("user", question))
         schema = json_schema("still_true", {"left": {"type": ["string", "null"]}})
         left = await self.ask(prompt, schema, "left", str | None)
@@ -841,14 +852,13 @@ class Learner:
         verbatim: list[Any] = transcript.verbatim()
         if len(verbatim) <= 2 * keep:
             return False
-        # At most 2 * keep at once: of more turns, only a few words each would fit.
+        # At most 2 * keep in one call, because only a few words each of more would fit.
         old = verbatim[:-keep][: 2 * keep]
-        # The turns get a sixth of the context, and the summary so far gets another. A
-        # token counts as 3 bytes, so a sixth of 600 tokens is 300 bytes.
-        max_bytes = self.memory.limits().context_tokens // 2
-        parts = ("query", "response")
-        size = max_bytes // len(old) // len(parts)
-        turns = [{n: cut_redacted(row[n], size) for n in parts} for row in old]
+        # The turns get a sixth of the context, and the summary so far gets another.
+        max_bytes = BYTES_PER_TOKEN * self.memory.limits().context_tokens // 6
+        keys = ("query", "response")
+        size = max_bytes // len(old) // len(keys)
+        turns = [{key: cut_redacted(row[key], size) for key in keys} for row in old]
         previous = cut_middle(transcript.summary, max_bytes)
         request = {"previous": previous, "turns": turns}
         prompt = [as_message("system", SUMMARY_PROMPT), as_message("user", request)]
@@ -914,8 +924,8 @@ LEARN_EXAMPLES = json.loads("""[
 [["User likes chess"], [["Which bike is best?", "Do you cycle a lot?"], ["yes, to work each day", "Then a city bike."]], [["Which bike is best", null, "add", null, null, 0], ["yes, to work each day", "profile", "add", null, "User cycles to work each day", 0.7]]],
 [["User has a car"], [["my door code is 5512", "Noted."]], [["my [removed]", null, "add", null, null, 0]]]
 ]""")
-# Asked whether a fact has ended, a model of 1.5B said yes in ten of ten cases where it
-# had not. Asked what is still true of the fact, it made none of these mistakes.
+# A model of 1.5B said in ten of ten cases that a fact had ended, although it had not.
+# When it was asked what is still true of the fact, it made none of these mistakes.
 STILL_TRUE_PROMPT = """\
 You get a known fact about the user and a message of the user. Write what is still true of the fact after the message: the whole fact if the message does not concern it; the fact without what has ended, in its own words and language; null if all of it has ended or is to be forgotten. Answer with JSON: {"left": text or null}"""
 STILL_TRUE_EXAMPLES = [  # fact, message, left
@@ -965,10 +975,10 @@ def learning_request(
 ) -> Message:
     """Return the last message of a learning call, of about `budget` tokens."""
     # `next_batch` keeps several turns short, but one turn may be too long. Its query
-    # gets a byte for each token of the budget, which is a third. Its response gets a
-    # ninth.
-    query_bytes = max(500, budget) if len(batch) == 1 else MAX_READ
-    response_bytes = max(500, min(1000, budget // 3))
+    # gets a third of the budget, and its response a ninth.
+    budget_bytes = BYTES_PER_TOKEN * budget
+    query_bytes = max(500, budget_bytes // 3) if len(batch) == 1 else MAX_READ
+    response_bytes = max(500, min(1000, budget_bytes // 9))
     turns = []
     for row in batch:
         query = cut_redacted(row["query"], query_bytes)
@@ -992,10 +1002,10 @@ def learning_question(facts: list[str], turns: list[Json]) -> Json:
 def learning_example(facts: Any, turns: Any, operations: Any) -> list[Message]:
     """Return an example as a request and its answer, all on one day."""
     at = "2025-03-05T09:00+00:00"
-    said = [{"at": at, "query": query, "response": text} for query, text in turns]
+    dated = [{"at": at, "query": query, "response": text} for query, text in turns]
     names = ("evidence", "kind", "op", "id", "text", "importance")
     rows = [dict(zip(names, values)) for values in operations]
-    return exchange(learning_question(facts, said), {"operations": rows})
+    return exchange(learning_question(facts, dated), {"operations": rows})
 
 
 @functools.lru_cache(maxsize=16)
@@ -1011,11 +1021,11 @@ def learning_prompt(budget: int) -> list[Message]:
 def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """Return a field of the JSON in a model's answer, or raise RequestRefused.
 
-    A model may think first, write text around the JSON, or write operations without the
-    object and the list around them: then all complete ones are the answer.
+    A model may think first, and write text around the JSON. If it writes operations
+    without the object and the list around them, all complete ones are the answer.
     """
-    # Drop a thought, with or without its <think>, which a template may open in the
-    # prompt. A text that begins with JSON is no thought.
+    # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
+    # put it. A text that begins with JSON is no thought.
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
     operations: list[Any] = []
     for match in itertools.islice(re.finditer("{", text), 200):
@@ -1034,8 +1044,8 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
 
 # --- What may become a fact ---
 #
-# Stop words, secrets and instructions are lists of words. The other rules know no
-# language: English ones threw away what a good model did right in other languages.
+# Only stop words, secrets and instructions are lists of words. The other rules know no
+# language, because English rules dropped what a good model did right in others.
 # If a change of a fact is not clear, `Learner.confirm_change` asks the model.
 
 MAX_FACT_CHARS = 160
@@ -1068,64 +1078,64 @@ def check_operations(
     The model knows the facts by their number in `shown`. The batch is oldest first.
     """
     facts = {str(number): fact for number, fact in enumerate(shown)}
-    rows = [row for row in proposed if isinstance(row, dict)]
-    checked = [check_operation(row, facts, batch) for row in rows]
+    proposals = [one for one in proposed if isinstance(one, dict)]
+    checked = [check_operation(one, facts, batch) for one in proposals]
     dropped = [rule for rule in checked if isinstance(rule, str) and rule]
     passed = [operation for operation in checked if isinstance(operation, Operation)]
-    # Of several operations on one fact, the last wins. So the newest turn comes last
-    # and, within a turn, an update after a delete: for "I left Shell for Total" weak
-    # models write both.
+    # Of several operations on one fact, the last wins. So the newest turn comes last.
+    # Within a turn an update comes after a delete, because weak models write both for
+    # "I left Shell for Total".
     passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
     changes = {one.fact["id"]: one for one in passed if one.fact}
     adds = [one for one in passed if not one.fact]
-    # Adds come last, because what is added may be what was deleted.
+    # Adds come last, because one may add again what another operation deletes.
     return [*changes.values(), *adds], dropped
 
 
 def check_operation(
-    row: Json, facts: dict[str, Fact], batch: list[UnlearnedTurn]
+    proposal: Json, facts: dict[str, Fact], batch: list[UnlearnedTurn]
 ) -> Operation | str:
     """Return a model's operation in one form, or the name of the rule that drops it.
 
     The name is empty if the model says that there is nothing to keep.
     """
-    op = str(row.get("op")).lower()
-    text = one_line(row.get("text")) if op != "delete" else ""
+    op = str(proposal.get("op")).lower()
+    text = one_line(proposal.get("text")) if op != "delete" else ""
     if not text and op != "delete":
         return ""
-    evidence = str(row.get("evidence") or "")
+    evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
     if not quoted:
         return "evidence"
     turn = quoted[-1]  # the newest
-    fact = facts.get(str(row.get("id"))) if op != "add" else None
+    fact = facts.get(str(proposal.get("id"))) if op != "add" else None
     if op == "update" and not fact:
         op = "add"
-    kind = "profile" if row.get("kind") == "profile" else "episodic"
-    given = row.get("importance")  # NaN stays NaN, and is refused below
-    importance = min(given, 1.0) if isinstance(given, int | float) else 0.5
+    kind = "profile" if proposal.get("kind") == "profile" else "episodic"
+    stated = proposal.get("importance")
+    importance = min(stated, 1.0) if isinstance(stated, int | float) else 0.5
     if op == "delete":
         rule = "" if fact else "unknown fact"
     elif op not in ("add", "update"):
         rule = "operation"
-    elif not importance >= 0.2:
+    elif importance < 0.2 or math.isnan(importance):
         rule = "importance"
     elif op == "add" and is_invented(text, turn["query"]):
-        rule = "invented"  # an update is left to `confirm_change`
+        rule = "invented"  # updates are left to `confirm_change`
     elif fact and text == fact["text"]:
-        rule = "unchanged"  # else it would win over a delete of the same fact
+        rule = "unchanged"  # such an update would win over a delete of the same fact
     else:
         rule = forbidden(text)
     return rule or Operation(op, fact, text, kind, importance, turn)
 
 
 def is_said(evidence: str, query: str) -> bool:
-    """Tell whether a query has 3/4 of a quote's trigrams; of 3 letters or less, all."""
+    """Tell whether a query has 3/4 of a quote's trigrams, or all of a short quote."""
     quote, said = alphanumerics(evidence), alphanumerics(cut_middle(query, MAX_READ))
     if len(quote) < 4:
         return bool(quote) and quote in said
-    groups = {quote[n : n + 3] for n in range(len(quote) - 2)}
-    return sum(group in said for group in groups) >= 0.75 * len(groups)
+    trigrams = {quote[n : n + 3] for n in range(len(quote) - 2)}
+    return sum(trigram in said for trigram in trigrams) >= 0.75 * len(trigrams)
 
 
 def is_invented(text: str, query: str) -> bool:
@@ -1133,25 +1143,25 @@ def is_invented(text: str, query: str) -> bool:
     return not share_word(text, query) and script(text) == script(query)
 
 
-def is_clear(op: str, fact: str, text: str, query: str) -> bool:
-    """Tell whether a change surely means this fact, so that nobody is asked.
+def is_clear(op: str, fact_text: str, text: str, query: str) -> bool:
+    """Tell whether a change surely means this fact, so that the model is not asked.
 
     A delete is clear if the user named every word of the fact. An update is clear if
     its text is not invented, and the fact shares a word with it or with the message.
     """
     if op == "delete":
         said = word_set(query)
-        return all(any_alike([word], said) for word in word_set(fact))
-    meant = share_word(fact, query) or share_word(fact, text)
+        return all(any_alike([word], said) for word in word_set(fact_text))
+    meant = share_word(fact_text, query) or share_word(fact_text, text)
     return meant and not is_invented(text, query)
 
 
-def is_rest(text: str, fact: str, query: str) -> bool:
-    """Tell whether a text is what remains of a fact: less of it, in its own words."""
-    rest, whole = word_set(text), word_set(fact)
+def is_rest(text: str, fact_text: str, query: str) -> bool:
+    """Tell whether a text is a fact without some words that the query names."""
+    rest, whole = word_set(text), word_set(fact_text)
     if not rest or not rest < whole or forbidden(text):
         return False
-    same_beginning = split_words(text)[:1] == split_words(fact)[:1]
+    same_beginning = split_words(text)[:1] == split_words(fact_text)[:1]
     return same_beginning and any_alike(whole - rest, word_set(query))
 
 
@@ -1212,27 +1222,28 @@ class FactStore:
         source, at = turn["source"], turn["ended_at"]
         twin = find_duplicate(self.record.facts, text)
         if twin and twin["id"] != id:
-            if twin["source"] != source:  # in the same turn it counts once
-                # Not through Mem0, because that would be a row of history.
+            if twin["source"] != source:  # one turn counts a fact only once
+                # Not through Mem0, because Mem0 would add a row of history.
                 again: Any = {"frequency": twin["frequency"] + 1}
                 if at >= twin["last_seen_at"]:
                     again |= {"source": source, "last_seen_at": at}
                 self.record.facts[twin["id"]] = twin | again
             if operation.op == "update":
-                self.mem0.delete(id)  # it would only repeat its twin
+                self.mem0.delete(id)  # the updated fact would only repeat its twin
             return
         new: Json = {"kind": operation.kind, "importance": operation.importance}
         new |= {"source": source, "last_seen_at": at}
         if operation.op == "update":
-            self.mem0.update(id, text, metadata=new)  # it keeps the other fields
+            self.mem0.update(id, text, metadata=new)  # Mem0 keeps the other fields
         else:
             new |= {"frequency": 1, "created_at": at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
 
     def evict(self, max_facts: int) -> None:
-        """Make profile facts beyond MAX_PROFILE episodic; delete beyond `max_facts`.
+        """Keep at most MAX_PROFILE profile facts, and `max_facts` facts in all.
 
-        In both cases, the facts with the lowest scores go.
+        Of too many profile facts, those with the lowest scores become episodic. Of too
+        many facts, those with the lowest scores are deleted.
         """
         ranked = scored(self.record.facts)
         profile = [fact["id"] for fact in ranked if fact["kind"] == "profile"]
@@ -1241,16 +1252,16 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # What Mem0 calls, by its own names: `vector_id` and `memory_id` are the fact's id
+    # Mem0 calls these methods. Its `vector_id` and `memory_id` are the fact's id.
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
 
     def update(self, vector_id: str, vector: Any, payload: Json) -> None:
-        fact = payload | {"id": vector_id, "text": payload["data"]}
-        # Without Mem0's own fields: if it found its `user_id`, it would link entities.
-        own: Any = {name: fact[name] for name in fact if name in Fact.__annotations__}
-        self.record.facts[vector_id] = own
+        fields = payload | {"id": vector_id, "text": payload["data"]}
+        # Mem0's own fields are left out. With its `user_id`, Mem0 would link entities.
+        fact: Any = {k: v for k, v in fields.items() if k in Fact.__annotations__}
+        self.record.facts[vector_id] = fact
 
     def delete(self, vector_id: str) -> None:
         del self.record.facts[vector_id]
@@ -1281,9 +1292,9 @@ def scored(facts: dict[str, Fact]) -> list[ScoredFact]:
 def score_now(fact: Fact) -> float:
     """Weigh a fact's importance, how fresh it is, and how often it was said."""
     age = datetime.now(UTC) - datetime.fromisoformat(fact["last_seen_at"])
-    fresh = math.exp(-max(timedelta(), age) / timedelta(days=30))
+    freshness = math.exp(-max(timedelta(), age) / timedelta(days=30))
     often = min(1.0, math.log1p(fact["frequency"]) / 3)
-    return round(0.6 * fact["importance"] + 0.25 * fresh + 0.15 * often, 4)
+    return round(0.6 * fact["importance"] + 0.25 * freshness + 0.15 * often, 4)
 
 
 def has_faded(fact: Fact) -> bool:
@@ -1302,7 +1313,7 @@ def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
 
 RARE_WORD = 3.25  # sigmas for a word that only one entry holds, in a loose search
 ALL_WORDS = 6.0  # sigmas for all words of the query, in a strict search
-MIN_BEST_SHARE = 0.59  # of `chance`: if the best entry has less, nothing is found
+MIN_BEST_SHARE = 0.59  # of `chance` (see Index): if the best has less, none is found
 MIN_SHARE = 0.3  # of `chance`: an entry that has less is not found
 FEW = 8  # entries; the cosines of fewer have no distribution
 # In SQL; the weights are of text, before, after and day.
@@ -1321,11 +1332,11 @@ class Entry(NamedTuple):
 
 def message_entries(session_id: str, turns: list[TurnRow]) -> list[Entry]:
     """Return the messages of a session's turns, each with its neighbours."""
-    said = [(row, text) for row in turns for text in (row["query"], row["response"])]
-    said = [(row, text) for row, text in said if text.strip()]
-    around = ["", *(text[:500] for _, text in said), ""]
+    pairs = [(row, text) for row in turns for text in (row["query"], row["response"])]
+    pairs = [(row, text) for row, text in pairs if text.strip()]
+    around = ["", *(text[:500] for _, text in pairs), ""]
     entries = []
-    for (row, text), before, after in zip(said, around, around[2:]):
+    for (row, text), before, after in zip(pairs, around, around[2:]):
         key = f"{session_id}/{row['turn']}"
         day = f"{local_time(row['ended_at']):%-d %B %Y}"
         entries.append(Entry(key, text, before, after, day))
@@ -1342,7 +1353,7 @@ def vector_id(model: str, key: str, text: str) -> int:
 class Index:
     """Hybrid search over entries: FAISS for meaning, FTS5 for words.
 
-    Both are put on one scale, the evidence that an entry is relevant to a query:
+    Meaning and words share one scale, the evidence that an entry is relevant:
 
         meaning  = (cosine - mean of all cosines with the query)
                    / deviation of the cosines between entries
@@ -1351,16 +1362,17 @@ class Index:
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
                    (without vectors, the share is not squared)
 
-    A strict search ends where relevance ends. It finds nothing if the best entry has
-    less than MIN_BEST_SHARE * chance. Otherwise it finds entries that have
-    MIN_SHARE * chance and are at most `chance` behind the best. Of fewer than FEW
-    entries, it finds all with a vector or a word of the query. One or two vectors are
-    not used. `.bench/recall.py` has the figures.
+    A strict search returns only relevant entries. If the best entry has less than
+    MIN_BEST_SHARE * chance, it returns none. Otherwise an entry needs
+    MIN_SHARE * chance, and at most `chance` less than the best. If there are fewer than
+    FEW entries, it returns each that has a vector or a word of the query. If fewer than
+    3 entries have a vector, only words count. `.bench/recall.py` has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
         """Index entries by the ids of their vectors. Some may lack a vector."""
         self.entries = [*entries.values()]
+        # Several threads use it, one at a time.
         self.word_index = sqlite3.connect(":memory:", check_same_thread=False)
         table = "fts5(text, before, after, day, tokenize = 'porter unicode61')"
         self.word_index.execute(f"CREATE VIRTUAL TABLE entries USING {table}")
@@ -1372,12 +1384,12 @@ class Index:
         if len(numbered) < 3:
             return
         self.vector_index = flat_index(numbered)
-        # At most 150 vectors. Sorted by their first number, so that the sample does
-        # not depend on the order of the entries.
+        # A sample of at most 150 vectors. They are sorted, so that the sample does not
+        # depend on the order of the entries.
         ordered = sorted(numbered.values(), key=lambda vector: vector[0])
         sample = np.stack(ordered[:: len(ordered) // 150 + 1])
-        # Some entries are near to every query. Half of the mean vector is taken off
-        # each query, so that they sink.
+        # Some entries are near to every query. They sink, because `meaning_scores`
+        # takes half of the mean vector off each query.
         self.shift = sample.mean(axis=0) / 2
         # Not a matrix product, because that wakes threads.
         cosines = np.einsum("id,jd->ij", sample, sample - self.shift)
@@ -1391,21 +1403,21 @@ class Index:
         size, terms = len(self.entries), query_terms(query)
         chance = math.sqrt(2 * math.log(max(2, size)))
         meaning = self.meaning_scores(vector)
-        words = self.word_scores(terms, strict)
+        word_scores = self.word_scores(terms, strict)
         if strict:
             # One word of several says little, so the share is squared. Without vectors
             # it is not, because then words are all there is.
             power = 2 if meaning.any() else 1
-            share = words / max(1, len(terms))
+            share = word_scores / max(1, len(terms))
             evidence = np.minimum(chance, meaning) + ALL_WORDS * share**power
         else:
-            evidence = meaning + RARE_WORD * words / math.log(size + 2)
-        kept = evidence != 0  # 0: no vector, no word. Below 0: far, but it has a vector
+            evidence = meaning + RARE_WORD * word_scores / math.log(size + 2)
+        kept = evidence != 0  # an entry at 0 has no vector and no word of the query
         if strict and size >= FEW:
             best = evidence.max()
             kept &= evidence >= max(MIN_SHARE * chance, best - chance)
             kept &= best >= MIN_BEST_SHARE * chance
-        order = np.lexsort((-meaning, -evidence))
+        order = np.lexsort((-meaning, -evidence))  # by evidence, then by meaning
         scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
         return [(scores[n], self.entries[n].key) for n in order if kept[n]][:k]
 
@@ -1420,13 +1432,13 @@ class Index:
 
     def word_scores(self, terms: list[str], strict: bool) -> np.ndarray:
         """Return for each entry how many terms it holds, or the sum of their BM25."""
-        words = np.zeros(len(self.entries))
-        score = "1" if strict else BM25
-        select = f"SELECT rowid - 1, {score} FROM entries WHERE entries MATCH ?"
+        scores = np.zeros(len(self.entries))
+        score_sql = "1" if strict else BM25
+        select = f"SELECT rowid - 1, {score_sql} FROM entries WHERE entries MATCH ?"
         for term in terms:
-            for number, value in self.word_index.execute(select, [term]):
-                words[number] += value
-        return words
+            for number, score in self.word_index.execute(select, [term]):
+                scores[number] += score
+        return scores
 
 
 def flat_index(vectors: Vectors) -> Any:
@@ -1494,10 +1506,10 @@ def redact(text: str) -> str:
     return SECRET.sub("[removed]", text)
 
 
-def cut_redacted(text: str, size: int) -> str:
+def cut_redacted(text: str, max_bytes: int) -> str:
     """Return a text without secrets: all of it, or `size` bytes of its two ends."""
-    # If it were cut first, half of a secret could remain.
-    return cut_middle(redact(cut_middle(text, MAX_READ)), size)
+    # Redacted before this cut, because a cut may leave half of a secret.
+    return cut_middle(redact(cut_middle(text, MAX_READ)), max_bytes)
 
 
 def is_card(number: str) -> bool:
@@ -1535,7 +1547,7 @@ STOP_LETTERS = "我你他她它们的了是有在不一个这那和也就都很�
 CJK = r"[\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
 # Written without spaces between words, or (Korean) with endings
 UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
-USER_WORDS = re.compile(r"用户|用戶|ユーザー|사용자")
+USER_PATTERN = re.compile(r"用户|用戶|ユーザー|사용자")
 # Symbols tell C++ from C# and one emoji from another.
 WORD = re.compile(r"[^\s\0!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿־،؛؟۔।॥‐-⁞、-〃〈-〟・]+")
 HINT_MARKS = re.compile(r"(?i)\[\s*(?:/\s*)?MEMORY\s+HINTS\s*\]")
@@ -1551,10 +1563,10 @@ def any_alike(words: Iterable[str], others: frozenset[str]) -> bool:
 
 
 def alike(word: str, other: str) -> bool:
-    """Tell whether words begin with the same 4 letters, or one is inside the other.
+    """Tell whether two words may be forms of one word.
 
-    The longer word then has at most 2 letters more. Words of 1 or 2 letters must be
-    equal.
+    They begin with the same 4 letters, or the longer holds the shorter and has at most
+    2 letters more. Words of 1 or 2 letters must be equal.
     """
     short, long = sorted((word, other), key=len)
     if len(short) < 3:
@@ -1592,7 +1604,7 @@ def unaccented(text: str) -> str:
 
 def content_words(text: str, stop: frozenset[str]) -> list[str]:
     """Return the words that matter, in order."""
-    text = USER_WORDS.sub(" ", text)
+    text = USER_PATTERN.sub(" ", text)
     # A stop word with a capital inside a sentence is a name, such as Will or An.
     inside = re.findall(r"(?<=[\w,;'’] )\w+|(?<=')\w+", text)
     names = {folded(word) for word in inside if word[0].isupper()} - SUBJECTS
@@ -1616,8 +1628,9 @@ def stem(word: str) -> str:
 def split_words(text: str) -> list[str]:
     """Return the words of a text; of Chinese and the like its pairs of letters."""
     text = re.sub(r"['’]s\b", "", re.sub(r"n['’]t\b", " not", folded(text)))
-    text = re.sub(r"(?<!\w)-(?=\d)", " minus ", text)
+    text = re.sub(r"(?<!\w)-(?=\d)", " minus ", text)  # WORD drops hyphens
     text = re.sub(f"{UNSPACED}+", r" \g<0> ", text)
+    # Inner letters are doubled: three letters in a row become two pairs.
     inner = f"(?<={UNSPACED}){UNSPACED}(?={UNSPACED})"
     return WORD.findall(re.sub(inner, r"\g<0> \g<0>", text))
 
@@ -1694,11 +1707,12 @@ class AtomicStorage(Storage):
 
 @dataclass(frozen=True)
 class UserFiles:
-    """Everything about one user: facts, transcripts and vectors, in one folder.
+    """Reads and writes one user's facts, transcripts and vectors, in one folder.
 
     These methods block, and take no lock: only the `@locked` methods of `User` call
-    them. The order of writes makes a crash harmless: a marker before its turn; facts
-    and what is learned at once; vectors after facts. A deletion goes the other way.
+    them. The order of writes makes a crash harmless. A marker is made before its turn
+    is written. Facts are written together with what is learned, and vectors after
+    facts. Deletions go in the opposite order.
     """
 
     folder: Path
@@ -1707,20 +1721,20 @@ class UserFiles:
     max_facts: int
 
     def _load_record(self, record_id: str = "") -> UserRecord:
-        """Return the facts. If their file is missing or damaged, begin it again."""
+        """Return the user's record. If its file is lost or damaged, begin a new one."""
         if not self.folder.is_dir():
             raise NotFound("user")
         record = load_file(self.folder / "memory.json", USER_RECORD.validate_json)
         if record is None:
-            # Markers first, then the file: after a kill between them in the other
-            # order, no turn would wait, and the facts would stay lost.
+            # Markers come before the file. After a kill between them in the other
+            # order, no turn would wait to be learned, and the facts would stay lost.
             for session_id in self._session_ids():
                 (self.folder / f"{session_id}.unlearned").touch()
             record = UserRecord("", uuid.uuid4().hex, {}, {}, [])
             self._write_record(record)
         if record_id and record_id != record.id:
             raise NotFound("user")
-        # Copies, because `load_file` gives all callers the same object.
+        # Copies, because `load_file` returns the same object to all callers.
         copies = {name: copy.copy(value) for name, value in vars(record).items()}
         return UserRecord(**copies)
 
@@ -1754,9 +1768,9 @@ class UserFiles:
 
     def _delete_files(self, vector_file: str, pattern: str, record: UserRecord) -> None:
         """Delete files, write the record, and drop vectors whose entries are gone."""
-        # A client repeats a DELETE that a kill cut off, and must not get 404 while data
-        # is left. A session without any file is a 404, so its marker goes last. A fact
-        # without a row is a 404, so its row goes after all copies of the fact.
+        # If a kill stops a DELETE, the client repeats it, and must not get 404 while
+        # data is left. A session with no file is a 404, so its marker is deleted last.
+        # A fact with no row is a 404, so its row is deleted after its copies.
         vectors = self._vectors(vector_file)
         paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
@@ -1785,8 +1799,8 @@ class UserFiles:
     def _write_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         vectors, entries = self._vectors(vector_file) | new, self._entries(vector_file)
-        # A server may exchange the model behind a name. The newest vector, which is
-        # the last, has the size that counts now.
+        # A server may change the model behind a name. So only vectors of the newest
+        # one's size are kept; the newest is the last.
         size = len(next(reversed(vectors.values()), []))
         kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
         if kept:
@@ -1821,8 +1835,8 @@ class User(UserFiles):
     def begin_turn(
         self, name: str, session_id: str
     ) -> tuple[UserRecord, Transcript, list[UnlearnedTurn]]:
-        """Return what a turn builds on. Makes the user's folder."""
-        # Only here, because a turn that ends late must not bring a deleted user back.
+        """Make the user's folder, and return what a turn builds on."""
+        # No other method makes it: a late turn must not bring a deleted user back.
         if not self.folder.is_dir():
             self.folder.mkdir()
             sync_folder(self.folder.parent)
@@ -1835,7 +1849,7 @@ class User(UserFiles):
     @locked
     def append(self, record_id: str, session_id: str, row: Json) -> None:
         """Save a turn at the end of its session, if the user still has this record."""
-        # A row that cannot be read again, such as one too deep, is a ValueError here.
+        # A row that could not be read again, such as one too deep, is a ValueError.
         parse_tables(pydantic_core.to_json({"turns": {"1": row | {"turn": 1}}}))
         record = self._load_record(record_id)
         turns = self._transcript(session_id).turns
@@ -1848,7 +1862,8 @@ class User(UserFiles):
             self._write_record(record)
         if turns:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], turns[-1]["ended_at"])}
-        # The marker comes first. The fsync after the turn makes both durable.
+        # The marker comes first, because a turn without one is never learned. `insert`
+        # syncs the folder after both.
         (self.folder / f"{session_id}.unlearned").touch()
         self._database(session_id).table("turns").insert(row)
 
@@ -1865,16 +1880,17 @@ class User(UserFiles):
         batch: list[UnlearnedTurn],
         record_id: str = "",
     ) -> None:
-        """In one write, change facts and mark turns as learned.
+        """Change facts and mark turns as learned, in one write.
 
-        Nothing is done if one of the turns does not wait, because it was deleted or
-        another process has learned it, or if a fact was deleted meanwhile.
+        If a turn does not wait any more, nothing is changed, because it was deleted or
+        another process has learned it. The same holds if a fact was deleted meanwhile.
         """
         record = self._load_record(record_id)
         unlearned = self._unlearned_turns(record)
         ids = {operation.fact["id"] for operation in operations if operation.fact}
         is_late = any(turn not in unlearned for turn in batch)
-        if is_late or not (operations or batch) or not ids <= record.facts.keys():
+        was_deleted = not ids <= record.facts.keys()
+        if is_late or was_deleted or not (operations or batch):
             return
         store = FactStore(record)
         for operation in operations:
@@ -1903,8 +1919,8 @@ class User(UserFiles):
         """Delete a fact, its vector and its history."""
         record = self._load_record()
         rows = history_of(record, fact_id)
-        # Rows of other ids go too if they hold one of its texts: the fact may have been
-        # forgotten and learned again under a new id.
+        # Rows of another id with one of its texts go, too: the fact may have been
+        # forgotten, and learned again under a new id.
         texts = {row[key] for row in rows for key in ("old_memory", "new_memory")}
         texts.discard(None)
         record.history = [
@@ -1917,7 +1933,7 @@ class User(UserFiles):
 
     @locked
     def delete_facts(self) -> None:
-        """Delete all facts. What was said so far counts as learned."""
+        """Delete all facts. Every turn saved so far counts as learned."""
         record = self._load_record()
         learned = {id: len(self._transcript(id).turns) for id in self._session_ids()}
         record = UserRecord(record.name, record.id, {}, learned, [])
@@ -1958,7 +1974,7 @@ class User(UserFiles):
         gone = self.folder.with_name(f".deleted-{uuid.uuid4().hex}")
         os.rename(self.folder, gone)
         sync_folder(gone.parent)
-        shutil.rmtree(gone, ignore_errors=True)  # another start may delete it, too
+        shutil.rmtree(gone, ignore_errors=True)  # `Memory.open` may delete it, too
 
     @locked
     def missing_vectors(self, vector_file: str) -> dict[int, str]:
@@ -1977,8 +1993,8 @@ class User(UserFiles):
         paths = (self.folder / "memory.json", self.folder / FACT_VECTORS)
         index = fact_index(self, *map(file_version, paths))
         hits = index.search(query, vector, len(facts), strict)
-        fresh = [(score, id) for score, id in hits if not has_faded(facts[id])]
-        return [{**facts[id], "score": score} for score, id in fresh[:k]]
+        unfaded = [(score, id) for score, id in hits if not has_faded(facts[id])]
+        return [{**facts[id], "score": score} for score, id in unfaded[:k]]
 
     @locked
     def search_turns(
@@ -1987,13 +2003,13 @@ class User(UserFiles):
         """Return at most k passages: a session, and a turn with its neighbours."""
         index = Index(self._entries(TURN_VECTORS), self._vectors(TURN_VECTORS))
         passages = []
-        found = set[str]()  # turns, by their keys
+        found = set[str]()  # keys of the turns in the passages
         for _, key in index.search(query, vector, 4 * k, strict=False):
             session_id, number = key.split("/")
             if key not in found:
-                place = int(number) - 1  # in the list
+                position = int(number) - 1  # in the list
                 turns = self._transcript(session_id).turns
-                turns = turns[max(0, place - 1) : place + 2]
+                turns = turns[max(0, position - 1) : position + 2]
                 passages.append((session_id, turns))
                 found |= {f"{session_id}/{row['turn']}" for row in turns}
         return passages[:k]
@@ -2016,8 +2032,8 @@ def fact_index(files: UserFiles, *versions: Any) -> Index:
 def parse_tables(content: bytes) -> Tables:
     tables = TABLES.validate_json(content)
     turns = tables["turns"]
-    places = [(str(n), n) for n in range(1, len(turns) + 1)]
-    if [(id, row["turn"]) for id, row in turns.items()] != places:
+    expected = [(str(n), n) for n in range(1, len(turns) + 1)]
+    if [(id, row["turn"]) for id, row in turns.items()] != expected:
         raise ValueError("turns do not stand under their numbers")
     return tables
 
@@ -2092,14 +2108,14 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole: after a crash the old content is there, or the new."""
+    """Replace a file whole. After a crash it has the old content, or the new."""
     # There is one temporary name per file, so crashes leave one stray file at most.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            # `parse_cached` goes by the mtime, and the kernel's may be 4 ms coarse.
+            # `parse_cached` needs exact mtimes, but the kernel may round them to 4 ms.
             os.utime(file.fileno(), ns=(time.time_ns(),) * 2)
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -2124,10 +2140,10 @@ def sync_folder(folder: Path) -> None:
 class Locks:
     """Exclusive locks by name, between tasks, processes and machines.
 
-    Each is one byte of one file. POSIX locks belong to the process, so tasks also need
-    an `asyncio.Lock`. Closing any descriptor of the file would free all locks of the
-    process, so the file is opened once. We poll: a blocking lock would occupy a thread,
-    and the kernel would report deadlocks that do not exist.
+    Each lock is one byte of one file. POSIX locks belong to the process, so tasks also
+    need an `asyncio.Lock`. Closing any descriptor of the file frees all locks of the
+    process, so the file is opened once. `held` polls, because a blocking lock would
+    occupy a thread, and the kernel would report deadlocks that do not exist.
     """
 
     def __init__(self, path: Path):

@@ -24,7 +24,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
-# Not asyncio's own pool: tools that hang would fill it, and it looks up host names.
+# Not asyncio's own pool, which looks up host names: tools that hang would fill it.
 THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
@@ -46,9 +46,9 @@ def schema(function: Any) -> dict[str, Any]:
     if key not in SCHEMAS:
         if not function.__doc__:
             raise ValueError(f"{function.__name__} needs a docstring")
-        about = {"name": function.__name__, "description": inspect.getdoc(function)}
-        about["parameters"] = TypeAdapter(function).json_schema()
-        SCHEMAS[key] = {"type": "function", "function": about}
+        spec = {"name": function.__name__, "description": inspect.getdoc(function)}
+        spec["parameters"] = TypeAdapter(function).json_schema()
+        SCHEMAS[key] = {"type": "function", "function": spec}
     return SCHEMAS[key]
 
 
@@ -63,17 +63,17 @@ async def call_tool(
         return False, f"Error: there is no tool {name!r:.64} in {', '.join(functions)}."
     try:
         # After a timeout a thread goes on, but nobody waits for its result.
-        async with asyncio.timeout(timeout) as limit:
+        async with asyncio.timeout(timeout) as deadline:
             result = await run_function(functions[name], arguments)
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
         return True, bounded(result)
     except (Exception, SystemExit) as error:  # a tool is other people's code
         reason = str(error) or type(error).__name__
-        if limit.expired():  # any other TimeoutError is the tool's own
+        if deadline.expired():  # any other TimeoutError is the tool's own
             reason = f"{name} took longer than {timeout:g} s."
         elif isinstance(error, ValidationError) and error.title.startswith("call["):
-            # Pydantic gives only errors in the arguments such a title.
+            # Pydantic gives this title only to errors in the arguments.
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
@@ -124,7 +124,7 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     if not re.search(r"[a-z]\w* ?\(", text):
         groups = r"(?<![\d.,])\d{1,3}(,\d{3})+(?![\d,])"
         text = re.sub(groups, lambda number: number[0].replace(",", ""), text)
-    text = text.replace("% of", "% *")  # else "of" would be its right operand
+    text = text.replace("% of", "% *")  # else % would be a remainder by "of"
     # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
     # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
     text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
