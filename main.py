@@ -395,11 +395,14 @@ class AgentRun:
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
                 tool_choice = "none"
-            if calls := await self.ask_model(tool_choice):
+            calls = await self.ask_model(tool_choice)
+            # If an answer is cut before its first word, asking again does not help.
+            is_silent = not self.reply.text and outcome.finish_reason == "stop"
+            if calls:
                 await self.run_calls(calls)
                 tool_choice = None
-            elif self.reply.text or outcome.finish_reason != "stop":
-                break  # an answer, or one that was cut before its first word
+            elif not is_silent:
+                break
             elif tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
@@ -690,13 +693,15 @@ class ReplyParser:
         same_index = [d for d in self.drafts if index and d["index"] == index]
         same_id = [d for d in self.drafts if id and d["id"] == id]
         fallback = [] if index and id else self.drafts
-        draft = (same_index or same_id or fallback or [{}])[-1]
+        new_draft: Json = identity | {"arguments": "", "other_fields": {}}
+        draft = (same_index or same_id or fallback or [new_draft])[-1]
         differs = any(
-            value and draft.get(key) and value != draft[key]
+            value and draft[key] and value != draft[key]
             for key, value in identity.items()
         )
-        if not draft or (name and differs):
-            draft = identity | {"arguments": "", "other_fields": {}}
+        if name and differs:
+            draft = new_draft
+        if draft is new_draft:
             self.drafts.append(draft)
         for key, value in identity.items():
             draft[key] = draft[key] or value  # what came first stays
@@ -1033,6 +1038,19 @@ class Service:
         Raises:
             RequestRefused: A smaller request may help.
         """
+        try:
+            return await self.answer_json(messages, schema)
+        except Failure as failure:
+            if failure.code == "context_too_long":
+                raise RequestRefused from failure
+            if failure.upstream_status in (400, 413, 422):
+                # If the endpoint refuses PROBE, too, it refuses a parameter. Then the
+                # next line raises Failure, and learning waits.
+                await self.answer_json(PROBE, schema)
+                raise RequestRefused from failure
+            raise
+
+    async def answer_json(self, messages: list[Message], schema: Json) -> str:
         if not self.is_configured:
             raise Failure("upstream_unavailable")
         body: Json = {"messages": messages, "temperature": 0}
@@ -1041,17 +1059,7 @@ class Service:
         # A quarter of a large context is more than most models may write.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
         body = with_extra(body, self.settings.memory_extra_body, {})
-        try:
-            completion = await self.chat.post("/chat/completions", body, is_slow=True)
-        except Failure as failure:
-            if failure.code == "context_too_long":
-                raise RequestRefused from failure
-            if failure.upstream_status in (400, 413, 422) and messages != PROBE:
-                # If the endpoint refuses PROBE, too, it refuses a parameter. Then the
-                # next line raises Failure, and learning waits.
-                await self.complete(PROBE, schema)
-                raise RequestRefused from failure
-            raise
+        completion = await self.chat.post("/chat/completions", body, is_slow=True)
         choice = (completion.get("choices") or [{}])[0]
         if choice.get("finish_reason") == "length":
             raise RequestRefused("the answer was cut at its length")
@@ -1198,8 +1206,9 @@ async def delete_user(user: TheUser) -> None:
 async def models(service: TheService) -> Json:
     if not service.is_configured:
         raise HTTPException(503, NOT_CONFIGURED)
-    row = {"id": await service.chat.model_name(), "object": "model"}
-    return {"object": "list", "data": [row | {"created": 0, "owned_by": "chat"}]}
+    id = await service.chat.model_name()
+    row = {"id": id, "object": "model", "created": 0, "owned_by": "chat"}
+    return {"object": "list", "data": [row]}
 
 
 @router.get("/v1/models/{id:path}")
@@ -1290,7 +1299,9 @@ class CompletionWriter:
         """Return the whole completion, or the chunks that follow its text."""
         reply, calls = self.run.reply, self.run.client_calls
         # OpenAI's clients do not know "max_rounds".
-        choice: Json = {"finish_reason": finish_reason.replace("max_rounds", "stop")}
+        if finish_reason == "max_rounds":
+            finish_reason = "stop"
+        choice: Json = {"finish_reason": finish_reason}
         if not self.body.stream:
             choice |= {"index": 0, "message": reply.message(calls)}
             choice |= {k: v for k, v in reply.other_fields.items() if k != "delta"}

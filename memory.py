@@ -177,7 +177,7 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Return a text of at most `size` (7 or more) UTF-8 bytes: all, or its two ends."""
+    """Return a text, or its two ends if it has more than `max_bytes` (7 or more)."""
     content = text.encode("utf-8", "replace")  # no file holds lone surrogates
     if len(content) <= max_bytes:
         return content.decode()
@@ -319,15 +319,18 @@ class Memory:
         if not self.rerank or not facts:
             return facts[:k], degraded
         texts = [fact["text"] for fact in facts]
+        scores: dict[int, float] = {}  # by position; empty if the reranker fails
         with self.optional("rerank"):
             async with asyncio.timeout(self.settings.rerank_timeout):
-                scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
-            are_finite = all(map(math.isfinite, scores.values()))
-            if not are_finite or len(scores) < min(k, len(facts)):
+                answer = dict(await self.rerank(cut_middle(query, 2000), texts, k))
+            are_finite = all(map(math.isfinite, answer.values()))
+            if not are_finite or len(answer) < min(k, len(facts)):
                 raise ValueError("some of the best have no score")
-            best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
-            return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
-        return facts[:k], [*degraded, "rerank"]  # only if `optional` caught an error
+            scores = answer
+        if not scores:
+            return facts[:k], [*degraded, "rerank"]
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
+        return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""
@@ -480,7 +483,7 @@ class Turn:
             return Hints([], [], degraded)
         said_budget = settings.hint_tokens // 3  # for what was just said
         # Each line is cut to this budget, so that the newest fits.
-        max_bytes = BYTES_PER_TOKEN * said_budget - 1
+        max_bytes = max(7, BYTES_PER_TOKEN * said_budget - 1)
         lines = [cut_middle(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, said_budget, str)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
@@ -499,9 +502,9 @@ class Turn:
 
     def unlearned_lines(self, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first."""
-        shown = {*shown} or {row["query"] for row in self.replayed}
+        in_prompt = {*shown} or {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
-        new = [query for query in queries if query and query not in shown]
+        new = [query for query in queries if query and query not in in_prompt]
         texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
         return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
@@ -510,12 +513,14 @@ class Turn:
 
         Call `Turn.hints` first. Hints and query come last, so that a server can reuse
         its cache for the messages before them. If the prompt is too long, these are
-        dropped in this order, the hints also from `hints`:
+        dropped in this order:
 
             the oldest turns, in blocks, until two are left
             the last facts, then the oldest of what was just said
             the summary
             the last two turns
+
+        What is dropped of `hints` is removed there, so that they say what is sent.
 
         Raises:
             ValueError: The message alone does not fit.
@@ -631,8 +636,9 @@ BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
 # How a learning call shares the context. The estimate is 3 bytes a token, but JSON has
 # about 2.6 (vLLM). So a request of 5/8 takes nearly 3/4, and the answer has the rest.
+# If the context has 8,192 tokens, the request has 5,120, and all examples fit in 2,844.
 REQUEST_SHARE = 5 / 8  # of the context
-EXAMPLES_SHARE = 5 / 9  # of the request; all examples fit if the context is 8,192
+EXAMPLES_SHARE = 5 / 9  # of the request
 FACTS_SHARE = 1 / 5  # of what the rules and the examples leave of the request
 TURNS_SHARE = 1 / 6  # of the context, for a batch of several turns
 
@@ -1222,12 +1228,7 @@ class FactStore:
         source, at = turn["source"], turn["ended_at"]
         twin = find_duplicate(self.record.facts, text)
         if twin and twin["id"] != id:
-            if twin["source"] != source:  # one turn counts a fact only once
-                # Not through Mem0, because Mem0 would add a row of history.
-                again: Any = {"frequency": twin["frequency"] + 1}
-                if at >= twin["last_seen_at"]:
-                    again |= {"source": source, "last_seen_at": at}
-                self.record.facts[twin["id"]] = twin | again
+            self.count_again(twin, source, at)
             if operation.op == "update":
                 self.mem0.delete(id)  # the updated fact would only repeat its twin
             return
@@ -1238,6 +1239,16 @@ class FactStore:
         else:
             new |= {"frequency": 1, "created_at": at}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
+
+    def count_again(self, fact: Fact, source: str, at: str) -> None:
+        """Note that a fact was said again. One turn counts it only once."""
+        if fact["source"] == source:
+            return
+        # Not through Mem0, because Mem0 would add a row of history.
+        fact = {**fact, "frequency": fact["frequency"] + 1}
+        if at >= fact["last_seen_at"]:
+            fact |= {"source": source, "last_seen_at": at}
+        self.record.facts[fact["id"]] = fact
 
     def evict(self, max_facts: int) -> None:
         """Keep at most MAX_PROFILE profile facts, and `max_facts` facts in all.
@@ -1252,7 +1263,7 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # Mem0 calls these methods. Its `vector_id` and `memory_id` are the fact's id.
+    # Mem0 calls these methods, with the fact's id as `vector_id` or `memory_id`.
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
@@ -1507,7 +1518,7 @@ def redact(text: str) -> str:
 
 
 def cut_redacted(text: str, max_bytes: int) -> str:
-    """Return a text without secrets: all of it, or `size` bytes of its two ends."""
+    """Return a text without secrets, or its two ends if that is too long."""
     # Redacted before this cut, because a cut may leave half of a secret.
     return cut_middle(redact(cut_middle(text, MAX_READ)), max_bytes)
 
@@ -1982,7 +1993,10 @@ class User(UserFiles):
         vectors, entries = self._vectors(vector_file), self._entries(vector_file)
         return {id: entry.text for id, entry in entries.items() if id not in vectors}
 
-    add_vectors = locked(UserFiles._write_vectors)  # the same, under the lock
+    @locked
+    def add_vectors(self, vector_file: str, vectors: Vectors) -> None:
+        """Add vectors to a file; drop those whose entries are gone."""
+        self._write_vectors(vector_file, vectors)
 
     @locked
     def search_facts(

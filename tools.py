@@ -116,6 +116,11 @@ ARITHMETIC |= {ast.UAdd: pos, ast.USub: neg}
 ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
 
 
+# 15% is per cent, but before a number, a name or a parenthesis, % is a remainder.
+REMAINDER = r" ?[\w(.]| -[\w(.]"  # what follows: 7 % 4 and 7 % -4, but not 20%-4
+PER_CENT = rf"([\d.]+) ?%(?!{REMAINDER})"
+
+
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Compute + - * / // % ^ sqrt exp log(x, base) pi and, of radians, sin cos tan."""
@@ -125,9 +130,7 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
         groups = r"(?<![\d.,])\d{1,3}(,\d{3})+(?![\d,])"
         text = re.sub(groups, lambda number: number[0].replace(",", ""), text)
     text = text.replace("% of", "% *")  # else % would be a remainder by "of"
-    # Before a number, a name or a parenthesis, % is a remainder: 7 % 4, 7 % -4. Else it
-    # is per cent: 15% is (15/100), and 20%-4 is 0.2 - 4.
-    text = re.sub(r"([\d.]+) ?%(?! ?[\w(.]| -[\w(.])", r"(\1/100)", text)
+    text = re.sub(PER_CENT, r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
