@@ -1673,6 +1673,10 @@ class Tables(TypedDict):
     summary: NotRequired[dict[str, SummaryRow]]  # one
 
 
+USER_RECORD = TypeAdapter(UserRecord)  # they check what the files hold
+TABLES = TypeAdapter(Tables)
+
+
 class Transcript(NamedTuple):
     turns: list[TurnRow]
     summary: str
@@ -2045,10 +2049,6 @@ def parse_vectors(content: bytes) -> Vectors:
     index: Any = faiss.deserialize_index(np.frombuffer(content[:-32], "uint8"))
     ids = faiss.vector_to_array(index.id_map).tolist()
     return dict(zip(ids, index.index.reconstruct_n(0, index.ntotal)))
-
-
-USER_RECORD = TypeAdapter(UserRecord)
-TABLES = TypeAdapter(Tables)
 
 
 def normal_name(name: str) -> str:
