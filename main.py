@@ -78,16 +78,16 @@ class Settings(memory.Settings):
 
     openai_base_url: HttpUrl | None = None  # None: OpenAI itself
     openai_api_key: Key = ""
-    chat_model: str = ""  # if a model is empty, the endpoint's first is used
+    chat_model: str = ""  # empty: the endpoint's first; OpenAI's: gpt-4.1-mini
     chat_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
     memory_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     embedding_base_url: HttpUrl | None = None  # None: openai_base_url
     embedding_api_key: Key = ""
-    embedding_model: str = ""
+    embedding_model: str = ""  # empty: see `embedding_endpoint`
     rerank_base_url: HttpUrl | None = None  # None: nothing is reranked
     rerank_api_key: Key = ""
-    rerank_model: str = ""
+    rerank_model: str = ""  # empty: the endpoint's first
     data_dir: Folder = Path("data")
     api_key: Key = ""  # of this service; empty: open to all
     allowed_hosts: Names = ("localhost", "127.0.0.1", "[::1]")  # without an API_KEY
@@ -98,8 +98,8 @@ class Settings(memory.Settings):
     tool_timeout: Seconds = 30.0  # of each call
     upstream_timeout: Seconds = 60.0  # without a byte from the endpoint
     context_tokens: NonNegativeInt = 0  # 0: as the endpoint says, else 8192
-    ping_after: Seconds = 15.0  # of silence
-    unread_limit: Seconds = 60.0  # if nobody reads the events, the turn ends then
+    ping_after: Seconds = 15.0  # without an event
+    unread_limit: Seconds = 60.0  # then a turn whose events nobody reads ends
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Settings":
@@ -375,14 +375,14 @@ class AgentRun:
             await chat.list_models()
         limit = self.service.context_size(chat.model) * 3 // 4
         limit -= memory.count_tokens(json.dumps(self.body | self.request.client_fields))
+        if turn and not self.request.history:
+            try:
+                return turn.fit_context(SYSTEM_PROMPT, hints, limit)
+            except ValueError:
+                raise Failure("context_too_long") from None
         # On /v1, or with memory off, the request brings all messages itself.
-        if not turn or self.request.history:
-            block = hints.block() if turn else ""
-            return fit_history(self.request.history, block, limit)
-        try:
-            return turn.fit_context(SYSTEM_PROMPT, hints, limit)
-        except ValueError:
-            raise Failure("context_too_long") from None
+        block = hints.block() if turn else ""
+        return fit_history(self.request.history, block, limit)
 
     async def run_rounds(self) -> None:
         """Ask the model and run its tools until it answers.
@@ -395,23 +395,22 @@ class AgentRun:
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
                 tool_choice = "none"
-            calls = await self.ask_model(tool_choice)
-            # If an answer is cut before its first word, asking again does not help.
-            is_silent = not self.reply.text and outcome.finish_reason == "stop"
-            if calls:
+            if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
                 tool_choice = None
-            elif not is_silent:
+                continue
+            # If an answer is cut before its first word, asking again does not help.
+            if self.reply.text or outcome.finish_reason != "stop":
                 break
-            elif tool_choice == "none":
+            if tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
                 break
-            else:
-                tool_choice = "none"  # ask once more, without tools
-        # With MAX_ROUNDS=1 nothing was cut short, so "stop" stays "stop".
-        is_last_of_several = max_rounds > 1 and outcome.rounds == max_rounds
-        if is_last_of_several and outcome.finish_reason == "stop":
+            tool_choice = "none"  # ask once more, without tools
+        # The last round may call no tools, so its "stop" may be forced. With
+        # MAX_ROUNDS=1, there was no round that could call tools.
+        may_be_forced = max_rounds > 1 and outcome.rounds == max_rounds
+        if may_be_forced and outcome.finish_reason == "stop":
             outcome.finish_reason = "max_rounds"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
@@ -526,7 +525,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
     head = [memory.as_message("system", "\n\n".join([SYSTEM_PROMPT, *texts]))]
     rest = [message for message in history if message["role"] not in system_roles]
     user_places = (n for n, message in enumerate(rest) if message["role"] == "user")
-    last = max(user_places, default=0)
+    last = max(user_places, default=0)  # without one, the first message stays
     room = limit - json_tokens(head + rest)
     if block and memory.count_tokens(block) <= room:
         rest[last] = with_hints(rest[last], block)
@@ -581,7 +580,8 @@ class ReplyParser:
     text = ""  # so far, without what was taken back
     finish_reason = ""
     held_back = ""  # half of a tag or a character, which waits for the other half
-    in_think: bool | None = None  # is <think> open? None: the prompt may have opened it
+    # Is <think> open? If it is unknown, the prompt may have opened it.
+    think_tag: Literal["unknown", "open", "closed"] = "unknown"
 
     def __init__(self, offered: Iterable[Json] = ()):
         functions = [tool.get("function") for tool in offered]
@@ -610,7 +610,8 @@ class ReplyParser:
             yield {"type": "other_fields", "choice": unknown}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             # Thinking has a field of its own, so the prompt has opened no <think>.
-            self.in_think = bool(self.in_think)
+            if self.think_tag == "unknown":
+                self.think_tag = "closed"
             yield {"type": "thinking", "text": without_surrogates(reasoning)}
         if text := text_of(delta, ""):
             yield from self.split_text(self.held_back + text)
@@ -624,13 +625,13 @@ class ReplyParser:
         text = without_surrogates(text.removesuffix(self.held_back))
         for part in re.split("(</?think>)", text):
             # After thinking has ended, or if <think> is in the text, it is only quoted.
-            is_quoted = self.text and (self.in_think is False or "<think>" in self.text)
+            may_quote = self.think_tag == "closed" or "<think>" in self.text
             if part == "<think>" and not self.text:
-                self.in_think = True
-            elif part == "</think>" and not is_quoted:
+                self.think_tag = "open"
+            elif part == "</think>" and not (self.text and may_quote):
                 yield from self.take_back()
-                self.in_think = False
-            elif part and self.in_think:
+                self.think_tag = "closed"
+            elif part and self.think_tag == "open":
                 yield {"type": "thinking", "text": part}
             elif shown := (part if self.text else part.lstrip()):  # no blank beginning
                 self.text += shown
@@ -675,33 +676,14 @@ class ReplyParser:
         return message | {"tool_calls": calls} if calls else message
 
     def add_piece(self, piece: Json) -> None:
-        """Add a piece of a call to the call that it continues, or begin another one.
-
-        The piece continues the first of these that exists:
-
-            the last call with its index
-            the last call with its id
-            the last call, if the piece lacks an index or an id
-
-        But if the piece has a name, and its index, id or name differs from that call's,
-        it begins another call.
-        """
+        """Add a piece of a call to the call that it continues, or begin another one."""
         flat_piece = piece | (piece.get("function") or {})
         values = [flat_piece.get(key) for key in ("index", "id", "name")]
         index, id, name = ("" if v is None else str(v).strip() for v in values)
         identity = {"index": index, "id": id, "name": name}
-        same_index = [d for d in self.drafts if index and d["index"] == index]
-        same_id = [d for d in self.drafts if id and d["id"] == id]
-        fallback = [] if index and id else self.drafts
-        new_draft: Json = identity | {"arguments": "", "other_fields": {}}
-        draft = (same_index or same_id or fallback or [new_draft])[-1]
-        differs = any(
-            value and draft[key] and value != draft[key]
-            for key, value in identity.items()
-        )
-        if name and differs:
-            draft = new_draft
-        if draft is new_draft:
+        draft = self.draft_to_continue(**identity)
+        if not draft:
+            draft = identity | {"arguments": "", "other_fields": {}}
             self.drafts.append(draft)
         for key, value in identity.items():
             draft[key] = draft[key] or value  # what came first stays
@@ -714,6 +696,29 @@ class ReplyParser:
             draft["arguments"] += arguments
         # Gemini requires its `extra_content` back.
         draft["other_fields"] |= unknown_fields(piece)
+
+    def draft_to_continue(self, index: str, id: str, name: str) -> Json | None:
+        """Return the call that a piece continues. None: the piece begins a call.
+
+        It is the first of these that exists:
+
+            the last call with the piece's index
+            the last call with its id
+            the last call, if the piece lacks an index or an id
+
+        But if the piece has a name, and its index, id or name differs from that call's,
+        the piece begins a call.
+        """
+        same_index = [d for d in self.drafts if index and d["index"] == index]
+        same_id = [d for d in self.drafts if id and d["id"] == id]
+        fallback = [] if index and id else self.drafts
+        candidates = same_index or same_id or fallback
+        if not candidates:
+            return None
+        draft = candidates[-1]
+        pairs = (index, draft["index"]), (id, draft["id"]), (name, draft["name"])
+        differs = any(ours and theirs and ours != theirs for ours, theirs in pairs)
+        return None if name and differs else draft
 
 
 def unknown_fields(fields: Json) -> Json:
@@ -740,7 +745,10 @@ def add_fields(total: Json, more: Json, in_delta: bool = False) -> Json:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Return JSON without lone surrogates: gateways send them, no file holds them."""
+    """Return JSON with surrogate pairs joined and lone ones replaced.
+
+    Gateways send lone surrogates, but no file can hold them.
+    """
     if isinstance(value, str) and value.isascii():  # the usual case
         return value
     text = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
@@ -779,7 +787,9 @@ def parse_arguments(text: str) -> Json | None:
     try:
         arguments = pydantic_core.from_json(text) or {}
         text = json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
-        pydantic_core.from_json(f"[[[[[{text}]]]]]")  # the file nests them so deep
+        # They must also parse five levels deep, as in the file: tables, turns, turn,
+        # tools, call.
+        pydantic_core.from_json(f"[[[[[{text}]]]]]")
     except ValueError:
         return None
     return arguments if isinstance(arguments, dict) else None
@@ -859,6 +869,7 @@ class Endpoint:
         try:
             rows = (await self.post("/embeddings", body))["data"]
         except Failure as failure:
+            # llama.cpp answers 500 if a text is too long.
             if failure.upstream_status in (400, 413, 422, 500):
                 raise RequestRefused from failure
             raise
@@ -935,7 +946,7 @@ def failure_of(error: openai.APIError) -> Failure:
     code, status = "upstream_rejected", error.status_code
     if status == 408:
         code = "upstream_timeout"
-    elif status == 429 or status >= 500:  # before TOO_LONG fits "took too long"
+    elif status == 429 or status >= 500:  # first, because TOO_LONG fits "took too long"
         code = "upstream_unavailable"
     elif re.search(TOO_LONG, str(error.body).lower()):
         code = "context_too_long"
@@ -1367,7 +1378,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        scope = {**scope, "path": route_path(scope["path"])}
+        scope["path"] = route_path(scope["path"])
         header = Request(scope).headers.get("Authorization", "").encode("latin-1")
         scheme, _, sent_key = header.partition(b" ")
         has_key = hmac.compare_digest(sent_key.strip(), self.key)

@@ -204,7 +204,7 @@ class Memory:
         complete: Async. Gets messages and a schema, the `json_schema` in OpenAI's
             `response_format`: one of `memory_operations`, `still_true` and
             `session_summary`. Returns the model's text. Raises RequestRefused if a
-            smaller request may help. After any other exception, Memory asks again later.
+            smaller request may help. After another exception, Memory asks again later.
         embed: Async. Returns one vector per text. None: search by words only.
         rerank: Async. Gets a query, texts and k; returns positions and relevances.
         limits: Returns what is known of the two models now.
@@ -253,7 +253,7 @@ class Memory:
         await self.close()
 
     async def idle(self) -> None:
-        """Wait until all is learned and embedded. If the model is down, never return."""
+        """Wait until all is learned and embedded. Without a model, never return."""
         while folders := await self.locks.in_thread(self.unlearned_sessions):
             for folder in folders:
                 self.learner.schedule(folder)
@@ -361,7 +361,7 @@ class Memory:
         """
         assert self.embed
         prefix = self.settings.embedding_document_prefix
-        documents = [prefix + cut_middle(texts[id], EMBEDDED_BYTES) for id in texts]
+        documents = [prefix + cut_middle(t, EMBEDDED_BYTES) for t in texts.values()]
         with suppress(RequestRefused):  # there are too many, or one is too long
             vectors = map(unit_vector, await self.embed(documents))
             return dict(zip(texts, vectors, strict=True))
@@ -439,8 +439,8 @@ def hint_line(fact: Fact) -> str:
 
 def fit_budget(rows: list[T], budget: int, to_text: Callable[[T], str]) -> list[T]:
     """Return the first rows whose texts take at most `budget` tokens together."""
-    sizes = itertools.accumulate(count_tokens(to_text(row)) for row in rows)
-    return [row for row, size in zip(rows, sizes) if size <= budget]
+    totals = itertools.accumulate(count_tokens(to_text(row)) for row in rows)
+    return [row for row, total in zip(rows, totals) if total <= budget]
 
 
 @dataclass
@@ -482,7 +482,7 @@ class Turn:
         if not settings.hint_tokens:
             return Hints([], [], degraded)
         said_budget = settings.hint_tokens // 3  # for what was just said
-        # Each line is cut to this budget, so that the newest fits.
+        # Each line is cut, so that the newest fits. `count_tokens` adds 1.
         max_bytes = max(7, BYTES_PER_TOKEN * said_budget - 1)
         lines = [cut_middle(line, max_bytes) for line in self.unlearned_lines(shown)]
         just_said = fit_budget(lines, said_budget, str)
@@ -505,6 +505,7 @@ class Turn:
         in_prompt = {*shown} or {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in in_prompt]
+        # 2,000 bytes hold the characters that are shown; the rest is not cleaned.
         texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
         return [one_line(text)[:JUST_SAID_CHARS] for text in texts]
 
@@ -574,7 +575,7 @@ class Turn:
         except OSError:
             self.memory.degraded.setdefault("storage", now())
             raise
-        # Again, because the learner may have counted before the turn was written
+        # Again, because the learner may have looked before the turn was written
         pending[name] = max(1, pending[name])
         self.memory.degraded.pop("storage", None)
 
@@ -815,7 +816,7 @@ class Learner:
         if not fact or is_clear(op, fact["text"], operation.text, query):
             return [operation]
         left = await self.ask_still_true(fact["text"], query)
-        if left is None:  # nothing: the model confirms the change
+        if left is None:  # nothing is still true, so the change is right
             return [operation]
         # Some of the fact is still true, so an update's text is added beside it.
         added = []
@@ -826,7 +827,9 @@ class Learner:
             rest = rest._replace(kind=fact["kind"], importance=fact["importance"])
             return [rest, *added]
         if op == "delete" and share_word(fact["text"], query):
-            return [operation]  # the user named the fact, so the first answer counts
+            # The whole fact is still true, says the model, but the user named it. So
+            # the model's first answer counts.
+            return [operation]
         return added
 
     async def ask_still_true(self, fact_text: str, query: str) -> str | None:
@@ -1071,8 +1074,8 @@ def check_operations(
     facts = {str(number): fact for number, fact in enumerate(shown)}
     proposals = [one for one in proposed if isinstance(one, dict)]
     checked = [check_operation(one, facts, batch) for one in proposals]
-    dropped = [rule for rule in checked if isinstance(rule, str) and rule]
-    passed = [operation for operation in checked if isinstance(operation, Operation)]
+    dropped = [rule for _, rule in checked if rule]
+    passed = [operation for operation, _ in checked if operation]
     # Of several operations on one fact, the last wins. So the newest turn comes last.
     # Within a turn an update comes after a delete, because weak models write both for
     # "I left Shell for Total".
@@ -1085,19 +1088,19 @@ def check_operations(
 
 def check_operation(
     proposal: Json, facts: dict[str, Fact], batch: list[UnlearnedTurn]
-) -> Operation | str:
-    """Return a model's operation in one form, or the name of the rule that drops it.
+) -> tuple[Operation | None, str]:
+    """Return an operation, if it passes, and the name of the rule that drops it.
 
-    The name is empty if the model says that there is nothing to keep.
+    If the model says that there is nothing to keep, there is neither.
     """
     op = str(proposal.get("op")).lower()
     text = one_line(proposal.get("text")) if op != "delete" else ""
     if not text and op != "delete":
-        return ""
+        return None, ""
     evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
     if not quoted:
-        return "evidence"
+        return None, "evidence"
     turn = quoted[-1]  # the newest
     fact = facts.get(str(proposal.get("id"))) if op != "add" else None
     if op == "update" and not fact:
@@ -1114,10 +1117,11 @@ def check_operation(
     elif op == "add" and is_invented(text, turn["query"]):
         rule = "invented"  # updates are left to `confirm_change`
     elif fact and text == fact["text"]:
-        rule = "unchanged"  # such an update would win over a delete of the same fact
+        rule = "unchanged"  # the last change wins, so it would undo a delete
     else:
         rule = forbidden(text)
-    return rule or Operation(op, fact, text, kind, importance, turn)
+    passed = None if rule else Operation(op, fact, text, kind, importance, turn)
+    return passed, rule
 
 
 def is_said(evidence: str, query: str) -> bool:
@@ -1183,7 +1187,7 @@ def open_mem0() -> Any:
     # would download one.
     spacy_models._load_failed_full = spacy_models._load_failed_lemma = True
     logging.getLogger("mem0").setLevel(logging.WARNING)  # it logs facts at INFO
-    VectorStoreBase.register(FactStore)
+    VectorStoreBase.register(Mem0Backend)
     # Mem0's constructor builds clients and a store that nobody uses: 630 ms and 34 MB.
     opened = mem0.Memory.__new__(mem0.Memory)
     vars(opened).update(config=mem0.configs.base.MemoryConfig(), _entity_store=None)
@@ -1191,17 +1195,12 @@ def open_mem0() -> Any:
 
 
 class FactStore:
-    """The facts of one user as Mem0's vector store, embedder and history.
-
-    Mem0's own FAISS store searches all users' vectors before it filters by user
-    (mem0ai/mem0 issue 6998) and writes in place. After a kill, its SQLite history held
-    facts that never existed. This store keeps all of it in a UserRecord, which is
-    written whole or not at all.
-    """
+    """Changes the facts of one user through Mem0."""
 
     def __init__(self, record: "UserRecord"):
         self.record, self.mem0 = record, copy.copy(open_mem0())
-        vars(self.mem0).update(vector_store=self, embedding_model=self, db=self)
+        own = Mem0Backend(record)
+        vars(self.mem0).update(vector_store=own, embedding_model=own, db=own)
 
     def apply(self, operation: Operation) -> None:
         """Let Mem0 add, update or delete. If a fact is said again, only count it."""
@@ -1248,7 +1247,18 @@ class FactStore:
         for fact in ranked[max_facts:]:
             self.mem0.delete(fact["id"])
 
-    # Mem0 calls these methods, with the fact's id as `vector_id` or `memory_id`.
+
+class Mem0Backend:
+    """A UserRecord as Mem0's vector store, embedder and history.
+
+    Mem0's own FAISS store searches all users' vectors before it filters by user
+    (mem0ai/mem0 issue 6998) and writes in place. After a kill, its SQLite history held
+    facts that never existed. A UserRecord is written whole or not at all. Mem0 calls
+    these methods, with the fact's id as `vector_id` or `memory_id`.
+    """
+
+    def __init__(self, record: "UserRecord"):
+        self.record = record
 
     def insert(self, vectors: list[Any], payloads: list[Json], ids: list[str]) -> None:
         self.update(ids[0], None, payloads[0])  # Mem0 inserts one fact at a time
@@ -1349,7 +1359,8 @@ def vector_id(model: str, key: str, text: str) -> int:
 class Index:
     """Hybrid search over entries: FAISS for meaning, FTS5 for words.
 
-    Meaning and words share one scale, the evidence that an entry is relevant:
+    The evidence that an entry is relevant is in standard deviations. Its meaning gives
+    some, and the query's words give some:
 
         meaning  = (cosine - mean of all cosines with the query)
                    / deviation of the cosines between entries
@@ -1358,11 +1369,12 @@ class Index:
         strict   = min(chance, meaning) + ALL_WORDS * (share of the query's words) ** 2
                    (without vectors, the share is not squared)
 
-    A strict search returns only relevant entries. If the best entry has less than
-    MIN_BEST_SHARE * chance, it returns none. Otherwise an entry needs
-    MIN_SHARE * chance, and at most `chance` less than the best. If there are fewer than
-    FEW entries, it returns each that has a vector or a word of the query. If fewer than
-    3 entries have a vector, only words count. `.bench/recall.py` has the figures.
+    A loose search only sorts. A strict search returns only what is relevant. If the
+    best entry has less than MIN_BEST_SHARE * chance, it returns none. Otherwise an
+    entry needs MIN_SHARE * chance, and at most `chance` less than the best. If there
+    are fewer than FEW entries, it returns each that has a vector or a word of the
+    query. If fewer than 3 entries have a vector, only words count. `.bench/recall.py`
+    has the figures.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1648,6 +1660,7 @@ def one_line(text: Any) -> str:
 # --- One user's files ---
 
 FACT_VECTORS, TURN_VECTORS = "memory.faiss", "turns.faiss"  # files of vectors
+RECORD_COPIES = "*memory.json.*"  # .tmp and .corrupt, but not memory.json itself
 
 
 @dataclass
@@ -1709,10 +1722,11 @@ class AtomicStorage(Storage):
 class UserFiles:
     """Reads and writes one user's facts, transcripts and vectors, in one folder.
 
-    These methods block, and take no lock: only the `@locked` methods of `User` call
-    them. The order of writes makes a crash harmless. A marker is made before its turn
-    is written. Facts are written together with what is learned, and vectors after
-    facts. Deletions go in the opposite order.
+    These methods block, and take no lock. The `@locked` methods of `User` and
+    `fact_index` call them while the user's lock is held. The order of writes makes a
+    crash harmless. A marker is made before its turn is written. Facts are written
+    together with what is learned, and vectors after facts. Deletions go in the opposite
+    order.
     """
 
     folder: Path
@@ -1772,7 +1786,7 @@ class UserFiles:
         # data is left. A session with no file is a 404, so its marker is deleted last.
         # A fact with no row is a 404, so its row is deleted after its copies.
         vectors = self._vectors(vector_file)
-        paths = sorted(self.folder.glob(pattern))  # a session's .json, then its marker
+        paths = sorted(self.folder.glob(pattern))  # .json comes before .unlearned
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
@@ -1799,10 +1813,14 @@ class UserFiles:
     def _write_vectors(self, vector_file: str, new: Vectors) -> None:
         """Add vectors to a file; drop those whose entries are gone."""
         vectors, entries = self._vectors(vector_file) | new, self._entries(vector_file)
-        # A server may change the model behind a name. So only vectors of the newest
-        # one's size are kept; the newest is the last.
-        size = len(next(reversed(vectors.values()), []))
-        kept = {id: v for id, v in vectors.items() if id in entries and len(v) == size}
+        # A server may change the model behind a name, and so the vectors' size. The
+        # newest vector is the last.
+        sizes = [len(vector) for vector in vectors.values()]
+        kept = {
+            id: vector
+            for id, vector in vectors.items()
+            if id in entries and len(vector) == sizes[-1]
+        }
         if kept:
             content = faiss.serialize_index(flat_index(kept)).tobytes()
             digest = hashlib.sha256(content).digest()
@@ -1929,7 +1947,7 @@ class User(UserFiles):
             if texts.isdisjoint((row["old_memory"], row["new_memory"]))
         ]
         record.facts.pop(fact_id, None)
-        self._delete_files(FACT_VECTORS, "*memory.json.*", record)
+        self._delete_files(FACT_VECTORS, RECORD_COPIES, record)
 
     @locked
     def delete_facts(self) -> None:
@@ -1937,7 +1955,7 @@ class User(UserFiles):
         record = self._load_record()
         learned = {id: len(self._transcript(id).turns) for id in self._session_ids()}
         record = UserRecord(record.name, record.id, {}, learned, [])
-        self._delete_files(FACT_VECTORS, "*memory.json.*", record)
+        self._delete_files(FACT_VECTORS, RECORD_COPIES, record)
 
     @locked
     def list_sessions(self) -> list[Json]:

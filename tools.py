@@ -35,7 +35,8 @@ SCHEMAS: dict[Callable, dict[str, Any]] = {}
 
 def tool(function: Callable) -> Callable:
     """Offer a documented function to the model."""
-    TOOLS[schema(function)["function"]["name"]] = function  # ValueError: undocumented
+    schema(function)  # ValueError: it has no docstring
+    TOOLS[function.__name__] = function
     return function
 
 
@@ -90,10 +91,11 @@ def bounded(text: str) -> str:
 
 
 async def run_function(function: Any, arguments: Any) -> Any:
-    call = TypeAdapter(function).validate_python  # checks the arguments, then calls
+    # To validate arguments against a function's schema is to call the function.
+    check_and_call = TypeAdapter(function).validate_python
     if inspect.iscoroutinefunction(function):
-        return await call(arguments)
-    work = THREADS.submit(copy_context().run, call, arguments)
+        return await check_and_call(arguments)
+    work = THREADS.submit(copy_context().run, check_and_call, arguments)
     return await asyncio.wrap_future(work)
 
 
@@ -109,11 +111,11 @@ UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
 ]
 ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
 
-# What `calculate` may use, by syntax node or by name
-ARITHMETIC: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Pow: pow}
-ARITHMETIC |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod}
-ARITHMETIC |= {ast.UAdd: pos, ast.USub: neg}
-ARITHMETIC |= {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
+# What `calculate` may use
+OPERATORS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
+OPERATORS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
+OPERATORS |= {ast.UAdd: pos, ast.USub: neg}
+FUNCTIONS = {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
 
 
 # 15% is per cent, but before a number, a name or a parenthesis, % is a remainder.
@@ -147,14 +149,14 @@ def evaluate(node: Any) -> Any:
         case ast.Name(id="pi"):
             return math.pi
         case ast.UnaryOp(op=op, operand=value):
-            return ARITHMETIC[type(op)](evaluate(value))
+            return OPERATORS[type(op)](evaluate(value))
         case ast.BinOp(left=left, op=op, right=right):
             numbers = evaluate(left), evaluate(right)
             if isinstance(op, ast.Pow):
                 math.pow(*numbers)  # raises before a huge integer takes all memory
-            return ARITHMETIC[type(op)](*numbers)
+            return OPERATORS[type(op)](*numbers)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return ARITHMETIC[name](*map(evaluate, arguments))
+            return FUNCTIONS[name](*map(evaluate, arguments))
     raise SyntaxError(f"{type(node).__name__} is not arithmetic")
 
 
