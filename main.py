@@ -1049,24 +1049,26 @@ class Service:
         Raises:
             RequestRefused: A smaller request may help.
         """
+        if not self.is_configured:
+            raise Failure("upstream_unavailable")
+        model = self.settings.memory_model or await self.chat.model_name()
         try:
-            return await self.answer_json(messages, schema)
+            return await self.answer_json(model, messages, schema)
         except Failure as failure:
             if failure.code == "context_too_long":
                 raise RequestRefused from failure
             if failure.upstream_status in (400, 413, 422):
                 # If the endpoint refuses PROBE, too, it refuses a parameter. Then the
                 # next line raises Failure, and learning waits.
-                await self.answer_json(PROBE, schema)
+                await self.answer_json(model, PROBE, schema)
                 raise RequestRefused from failure
             raise
 
-    async def answer_json(self, messages: list[Message], schema: Json) -> str:
-        if not self.is_configured:
-            raise Failure("upstream_unavailable")
-        body: Json = {"messages": messages, "temperature": 0}
+    async def answer_json(
+        self, model: str, messages: list[Message], schema: Json
+    ) -> str:
+        body: Json = {"model": model, "messages": messages, "temperature": 0}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        body["model"] = self.settings.memory_model or await self.chat.model_name()
         # A quarter of a large context is more than most models may write.
         body["max_tokens"] = min(8192, self.limits().context_tokens // 4)
         body = with_extra(body, self.settings.memory_extra_body, {})

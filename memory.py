@@ -319,18 +319,18 @@ class Memory:
         if not self.rerank or not facts:
             return facts[:k], degraded
         texts = [fact["text"] for fact in facts]
-        scores: dict[int, float] = {}  # by position; empty if the reranker fails
+        reranked: list[ScoredFact] | None = None  # None: the reranker fails
         with self.optional("rerank"):
             async with asyncio.timeout(self.settings.rerank_timeout):
-                answer = dict(await self.rerank(cut_middle(query, 2000), texts, k))
-            are_finite = all(map(math.isfinite, answer.values()))
-            if not are_finite or len(answer) < min(k, len(facts)):
+                scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
+            are_finite = all(map(math.isfinite, scores.values()))
+            if not are_finite or len(scores) < min(k, len(facts)):
                 raise ValueError("some of the best have no score")
-            scores = answer
-        if not scores:
+            best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
+            reranked = [{**facts[n], "score": round(scores[n], 4)} for n in best]
+        if reranked is None:
             return facts[:k], [*degraded, "rerank"]
-        best = sorted(scores, key=scores.__getitem__, reverse=True)[:k]
-        return [{**facts[n], "score": round(scores[n], 4)} for n in best], degraded
+        return reranked, degraded
 
     async def query_vector(self, query: str) -> Vector | None:
         """Return a query's vector. None: there is none in time, so words serve."""

@@ -185,7 +185,6 @@ class Model(ScriptedLearner):
         self.ranked = []  # the bodies of rerank requests
         self.go_on = threading.Event()
         self.client_left = False  # during a PAUSE
-
         self.app = FastAPI(dependencies=[Depends(self.keep_headers)])
         self.app.get("/v1/models")(self.list_models)
         self.app.post("/v1/chat/completions")(self.answer)
@@ -2066,6 +2065,7 @@ async def hang(*arguments):
 FAILS, EMPTY = AsyncMock(side_effect=ConnectionError), AsyncMock(return_value=[])
 VECTOR_NAN = AsyncMock(return_value=[[np.nan]])
 RANK_NAN = AsyncMock(return_value=[(0, np.nan), (1, 0.1)])
+RANK_99 = AsyncMock(return_value=[(99 + n, 0.1) for n in range(9)])
 
 
 @cases(
@@ -2077,6 +2077,7 @@ RANK_NAN = AsyncMock(return_value=[(0, np.nan), (1, 0.1)])
     ("failing ranks", {"rerank": FAILS}, ["embeddings", "rerank"]),
     ("no ranks", {"rerank": EMPTY}, ["embeddings", "rerank"]),
     ("ranks that are no numbers", {"rerank": RANK_NAN}, ["embeddings", "rerank"]),
+    ("ranks of no text", {"rerank": RANK_99}, ["embeddings", "rerank"]),
 )
 async def test_if_a_part_fails_words_serve(learner, tmp_path, fault, degraded):
     options = fault | {"embedding_timeout": 0.05, "rerank_timeout": 0.05}
@@ -2141,8 +2142,7 @@ async def test_the_model_finds_past_conversations_with_their_neighbours(opened):
 async def prompt_of(opened, message, limit=6000):
     """Save a turn in Monday's session and return its prompt."""
     async with opened.turn("ann", MONDAY) as turn:
-        hints = await turn.hints(message)
-        prompt = turn.fit_context("Be brief.", hints, limit)
+        prompt = turn.fit_context("Be brief.", await turn.hints(message), limit)
         await turn.save(message, "Noted.")
     await eventually(lambda: opened.pending == 0)
     async with opened.locks.held("ann/learn"):  # until a summary is made, too
