@@ -374,6 +374,7 @@ class AgentRun:
         if not chat.contexts:  # the endpoint may have started after us
             await chat.list_models()
         limit = self.service.context_size(chat.model) * 3 // 4
+        # Before the messages are there, the body is mostly the tools.
         limit -= memory.count_tokens(json.dumps(self.body | self.request.client_fields))
         if turn and not self.request.history:
             try:
@@ -841,12 +842,13 @@ class Endpoint:
         raw: Any = {"cast_to": object, "stream_cls": openai.AsyncStream[object]}
         raw["options"] = {} if body.get("stream") else {"timeout": self.slow_timeout}
         with endpoint_errors():  # `receive` fails, too, if a chunk has an odd shape
-            post = self.client.post("/chat/completions", body=body, stream=True, **raw)
-            async with await post as stream:
-                if "json" in stream.response.headers.get("Content-Type", ""):
-                    await receive(json.loads(await stream.response.aread()))
+            path = "/chat/completions"
+            chunks = await self.client.post(path, body=body, stream=True, **raw)
+            async with chunks:
+                if "json" in chunks.response.headers.get("Content-Type", ""):
+                    await receive(json.loads(await chunks.response.aread()))
                     return
-                async for chunk in stream:
+                async for chunk in chunks:
                     # Some gateways send `null` to keep the connection alive.
                     await receive(chunk or {})
 
@@ -1380,7 +1382,8 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        scope["path"] = route_path(scope["path"])
+        # A copy, because uvicorn logs the path of the scope that it gave.
+        scope = {**scope, "path": route_path(scope["path"])}
         header = Request(scope).headers.get("Authorization", "").encode("latin-1")
         scheme, _, sent_key = header.partition(b" ")
         has_key = hmac.compare_digest(sent_key.strip(), self.key)

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Self, TypeVar
+from typing import Annotated, Any, Concatenate, Literal, NamedTuple, NotRequired, Self
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -58,12 +58,15 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.types import NonNegativeInt, PositiveInt
 from tinydb import Storage, TinyDB
 from tinydb.table import Document
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+# Not typing's TypedDict, because pydantic cannot use that before Python 3.12.
+from typing_extensions import ParamSpec, TypedDict, TypeVar
 
 # --- Types and settings ---
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 Json = dict[str, Any]  # any JSON object
 Message = Json  # role and content, as in the Chat Completions API
 Vector = np.ndarray  # of float32, of length 1
@@ -637,9 +640,9 @@ BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
 # How a learning call shares the context. The estimate is 3 bytes a token, but JSON has
 # about 2.6 (vLLM). So a request of 5/8 takes nearly 3/4, and the answer has the rest.
-# If the context has 8,192 tokens, the request has 5,120, and all examples fit in 2,844.
+# If the context has 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
 REQUEST_SHARE = 5 / 8  # of the context
-EXAMPLES_SHARE = 5 / 9  # of the request
+EXAMPLES_SHARE = 5 / 9  # of the request, for rules and examples
 FACTS_SHARE = 1 / 5  # of what the rules and the examples leave of the request
 TURNS_SHARE = 1 / 6  # of the context, for a batch of several turns
 
@@ -674,7 +677,7 @@ class Learner:
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     async def run_task(self, folder: str) -> None:
-        """Learn what waits of a user, and what comes meanwhile."""
+        """Learn a user's turns that wait, and those that come meanwhile."""
         wake = self.wake[folder]
         try:
             while wake.is_set():  # even after NotFound, because the user may be back
@@ -704,7 +707,7 @@ class Learner:
             await self.memory.embed_missing(user, TURN_VECTORS)
 
     async def learn_all(self, folder: str) -> None:
-        """Learn all that waits of a user. If endpoint or disk fails, try again."""
+        """Learn all turns that wait. If the endpoint or the disk fails, try again."""
         delay = self.settings.retry_delay
         more = True
         while more:
@@ -827,8 +830,8 @@ class Learner:
             rest = rest._replace(kind=fact["kind"], importance=fact["importance"])
             return [rest, *added]
         if op == "delete" and share_word(fact["text"], query):
-            # The whole fact is still true, says the model, but the user named it. So
-            # the model's first answer counts.
+            # The answer is no part of the fact, but the whole or other words. The user
+            # named the fact, so the model's first answer counts.
             return [operation]
         return added
 
@@ -1094,9 +1097,9 @@ def check_operation(
     If the model says that there is nothing to keep, there is neither.
     """
     op = str(proposal.get("op")).lower()
-    text = one_line(proposal.get("text")) if op != "delete" else ""
+    text = "" if op == "delete" else one_line(proposal.get("text"))
     if not text and op != "delete":
-        return None, ""
+        return None, ""  # nothing to keep
     evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
     if not quoted:
@@ -1552,9 +1555,10 @@ LITTLE = SUBJECTS.union(LITTLE_WORDS.split())
 STOP = LITTLE.union(STOP_WORDS.split())
 # Letters that are words or endings: Chinese, Japanese, Korean
 STOP_LETTERS = "我你他她它们的了是有在不一个这那和也就都很把はがをにのでともたているしすだな는은이가을를에의다요도로와과고"
-CJK = r"[\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
+CJK_RANGES = r"\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff"
+CJK = f"[{CJK_RANGES}]"
 # Written without spaces between words, or (Korean) with endings
-UNSPACED = r"[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\ud7ff\uf900-\ufaff]"
+UNSPACED = rf"[\u0e00-\u109f\u1780-\u17ff{CJK_RANGES}]"
 USER_PATTERN = re.compile(r"用户|用戶|ユーザー|사용자")
 # Symbols tell C++ from C# and one emoji from another.
 WORD = re.compile(r"[^\s\0!\"&'’()*,\-./:;?@\[\\\]_{}¡§«¶·»¿־،؛؟۔।॥‐-⁞、-〃〈-〟・]+")
@@ -1827,11 +1831,13 @@ class UserFiles:
             replace_file(self.folder / vector_file, content + digest)
 
 
-def locked(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+def locked(
+    method: Callable[Concatenate["User", P], T],
+) -> Callable[Concatenate["User", P], Awaitable[T]]:
     """Run a method of User in a thread, under the user's lock."""
 
     @functools.wraps(method)
-    async def run(user: "User", *arguments: Any, **named: Any) -> T:
+    async def run(user: "User", *arguments: P.args, **named: P.kwargs) -> T:
         async with user.locks.held(user.folder.name):
             work = functools.partial(method, user, *arguments, **named)
             return await user.locks.in_thread(work)

@@ -35,8 +35,8 @@ SCHEMAS: dict[Callable, dict[str, Any]] = {}
 
 def tool(function: Callable) -> Callable:
     """Offer a documented function to the model."""
-    schema(function)  # ValueError: it has no docstring
-    TOOLS[function.__name__] = function
+    name = schema(function)["function"]["name"]  # ValueError: it has no docstring
+    TOOLS[name] = function
     return function
 
 
