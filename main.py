@@ -819,7 +819,7 @@ class Endpoint:
     """
 
     def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.configured_model = model  # from the settings; empty: the server's first
+        self.configured_model = model  # from the settings; empty: the endpoint's first
         self.model = model  # in use: as set, else the first that was listed
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.listing_failure: Failure | None = None  # why the last listing failed
@@ -912,7 +912,7 @@ class Endpoint:
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
         # If a model is set, it needs only one listing, for the size of its context. If
-        # not, list again, because the server may serve another model by now.
+        # not, list again, because the endpoint may serve another model by now.
         if not self.configured_model or not self.contexts:
             await self.list_models()
         if not self.model:
@@ -1092,7 +1092,7 @@ def embedding_endpoint(settings: Settings) -> Endpoint | None:
     url = settings.embedding_base_url or settings.openai_base_url
     key = settings.embedding_api_key or settings.openai_api_key
     # OpenAI has a default model for embeddings. For EMBEDDING_BASE_URL it is the first
-    # that is listed. If your own chat server makes them, EMBEDDING_MODEL must be set.
+    # that is listed. If your own chat endpoint makes them, EMBEDDING_MODEL must be set.
     default = "text-embedding-3-small" if is_openai(url) else ""
     model = settings.embedding_model or default
     if settings.embedding_base_url or (model and (url or key)):

@@ -345,8 +345,8 @@ SERVICE = ["-m", "uvicorn", "main:app", "--port", "0"]
 @contextmanager
 def process(folder, model, command=SERVICE, **settings):
     """Run the service as another process. Yield the process and a client."""
-    known = {"PATH": os.environ["PATH"], "OPENAI_BASE_URL": model.url}
-    options = {"cwd": ROOT, "env": known | {"DATA_DIR": str(folder)} | settings}
+    environment = {"PATH": os.environ["PATH"], "OPENAI_BASE_URL": model.url}
+    options = {"cwd": ROOT, "env": environment | {"DATA_DIR": str(folder)} | settings}
     options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-B", *command], **options) as service:
         try:
@@ -371,10 +371,10 @@ def start(model, tmp_path):
 
     @contextmanager
     def start(**settings):
-        known = {"openai_base_url": model.url, "data_dir": tmp_path}
-        known |= {"learn_delay": 0.01, "retry_delay": 0.05} | settings
-        with serve(main.create_app(main.Settings(**known))) as url:
-            yield Chat(url, Path(known["data_dir"]))
+        settings_now = {"openai_base_url": model.url, "data_dir": tmp_path}
+        settings_now |= {"learn_delay": 0.01, "retry_delay": 0.05} | settings
+        with serve(main.create_app(main.Settings(**settings_now))) as url:
+            yield Chat(url, Path(settings_now["data_dir"]))
             model.go_on.set()
 
     return start
@@ -474,8 +474,8 @@ def test_what_one_session_is_told_another_knows(chat, model):
     chat.ask("I use Shram.", session=MONDAY)
     assert chat.facts() == ["User uses Shram."]
     [fact] = chat.ask("What do I use?", session=TUESDAY)[0]["facts"]
-    [known] = chat.memories()
-    assert fact == {name: known[name] for name in ("id", "text", "kind", "score")}
+    [fact_row] = chat.memories()
+    assert fact == {name: fact_row[name] for name in ("id", "text", "kind", "score")}
     assert "User uses Shram." in model.requests[-1]["messages"][-1]["content"]
 
 
@@ -570,9 +570,13 @@ def test_with_memory_off_nothing_is_read_or_written(chat, model, tea):
 
 def test_an_answer_comes_in_events_and_ends_with_done(chat, model):
     model.answers = [reply("Hel", "lo.")]
-    told, first, second, done = chat.ask("Hi!")
-    known = {"facts": [], "pending": 0, "degraded": ["embeddings"]}  # no model for them
-    assert told == known | {"type": "memory"}
+    memory_event, first, second, done = chat.ask("Hi!")
+    expected = {
+        "facts": [],
+        "pending": 0,
+        "degraded": ["embeddings"],
+    }  # no model for them
+    assert memory_event == expected | {"type": "memory"}
     assert first == {"type": "token", "round": 1, "text": "Hel"}
     assert second == {"type": "token", "round": 1, "text": "lo."}
     end = {"type": "done", "response": "Hello.", "turn": 1, "rounds": 1}
@@ -585,10 +589,13 @@ def test_thinking_calls_and_results_are_events_in_order(chat, model):
     _, thinking, _, thought, called, result, *_ = chat.ask("What is 6 * 7?")
     assert thinking == {"type": "thinking", "round": 1, "text": "Hm."}
     assert thought == {"type": "thought", "round": 1, "text": "Let me see."}
-    known = {"round": 1, "id": "call_1", "name": "calculate"}
-    assert called == known | {"type": "tool_call", "arguments": {"expression": "6 * 7"}}
+    expected = {"round": 1, "id": "call_1", "name": "calculate"}
+    assert called == expected | {
+        "type": "tool_call",
+        "arguments": {"expression": "6 * 7"},
+    }
     assert isinstance(result.pop("ms"), int)
-    assert result == known | {"type": "tool_result", "ok": True, "content": "42"}
+    assert result == expected | {"type": "tool_result", "ok": True, "content": "42"}
 
 
 def test_silence_is_broken_by_pings(start, model):
@@ -837,9 +844,9 @@ def test_silence_is_a_timeout(start, model):
 def test_a_refusal_is_told_in_the_endpoints_words_without_keys(start, model, key):
     model.answers = [fails(401, f"Incorrect API key provided: {key}. Ask for another.")]
     with start(openai_api_key=key) as chat:
-        told = chat.ask("Hi!")[-1]["message"]
-    assert "Ask for another." in told
-    assert key not in told
+        message = chat.ask("Hi!")[-1]["message"]
+    assert "Ask for another." in message
+    assert key not in message
 
 
 def test_a_failed_turn_is_learned_but_not_replayed(chat, model):
@@ -875,9 +882,9 @@ def test_a_bug_of_ours_is_internal_and_only_the_log_has_more(chat, monkeypatch, 
 )
 def test_health_and_log_say_what_works(start, caplog, settings, status, name, logged):
     caplog.set_level("INFO")
-    known = {"degraded": {}, "pending": 0, "given_up": 0, "dropped": 0}
+    expected = {"degraded": {}, "pending": 0, "given_up": 0, "dropped": 0}
     with start(**settings) as chat:
-        assert chat.health() == {"status": status, "model": name, **known}
+        assert chat.health() == {"status": status, "model": name, **expected}
     for words in (logged, "No API_KEY", str(chat.folder)):
         assert words in caplog.text
 
@@ -964,19 +971,19 @@ def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatc
 
 
 @cases(
-    "answer, arguments, told",  # the call, its arguments as they go back, the error
+    "answer, arguments, error",  # the call, its arguments as they go back, the error
     ("not offered", tool_call("plan"), {}, "no tool 'plan' in calculate, current_"),
     ("wrong argument", tool_call(NAME, sum=1), {"sum": 1}, "sum"),
     ("it fails", tool_call(NAME, expression="1/0"), {"expression": "1/0"}, "Error"),
     ("no JSON", [call(0, "a", NAME, '{"expression": "1+'), "stop"], {}, "JSON"),
     ("another user", tool_call("fetch_memory", user_id=1), {"user_id": 1}, "user_id"),
 )
-def test_a_wrong_call_is_an_error_text(chat, model, answer, arguments, told):
+def test_a_wrong_call_is_an_error_text(chat, model, answer, arguments, error):
     model.answers = [answer, reply("Sorry.")]
     events = chat.ask("Go!")
     *_, called, result = model.requests[1]["messages"]
     assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == arguments
-    assert told in result["content"]
+    assert error in result["content"]
     assert [event["ok"] for event in of_type("tool_result", events)] == [False]
     assert events[-1]["response"] == "Sorry."
 
@@ -1265,15 +1272,15 @@ def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
 
 def test_a_fact_is_listed_with_all_its_fields_and_has_a_history(chat, tea):
     names = {"id", "score", "created_at", "last_seen_at", "frequency", "importance"}
-    known = {"text": "User likes tea.", "kind": "profile", "source": f"{MONDAY}/1"}
-    assert tea.keys() == names | known.keys()
-    assert tea | known == tea
+    expected = {"text": "User likes tea.", "kind": "profile", "source": f"{MONDAY}/1"}
+    assert tea.keys() == names | expected.keys()
+    assert tea | expected == tea
     assert 0 < tea["score"] < 1
     path = f"/users/ann/memories/{tea['id']}/history"
     [row] = chat.http.get(path).json()["history"]
     assert row.pop("at").startswith("20")
-    known = {"memory_id": tea["id"], "event": "ADD", "old_memory": None}
-    assert row == known | {"new_memory": "User likes tea."}
+    expected = {"memory_id": tea["id"], "event": "ADD", "old_memory": None}
+    assert row == expected | {"new_memory": "User likes tea."}
 
 
 def test_sessions_are_listed_latest_first_and_read_with_their_turns(chat):
@@ -1285,8 +1292,16 @@ def test_sessions_are_listed_latest_first_and_read_with_their_turns(chat):
     last = session["turns"][1]["ended_at"]
     assert monday == {"session_id": MONDAY, "turns": 2, "updated_at": last}
     assert session == {"session_id": MONDAY, "summary": "", "turns": chat.turns()}
-    known = {"turn", "query", "response", "status", "reasoning_mode", "rounds", "tools"}
-    assert session["turns"][0].keys() == known | {"started_at", "ended_at"}
+    expected = {
+        "turn",
+        "query",
+        "response",
+        "status",
+        "reasoning_mode",
+        "rounds",
+        "tools",
+    }
+    assert session["turns"][0].keys() == expected | {"started_at", "ended_at"}
 
 
 @cases(
@@ -1863,14 +1878,14 @@ async def test_one_fact_may_be_deleted_and_updated_in_one_answer(opened, learner
 # --- Hints ---
 
 
-@pytest.mark.parametrize("cap, told", [(350, VISITS), (0, [])])
-async def test_no_search_if_all_facts_fit_or_none_may(learner, tmp_path, cap, told):
+@pytest.mark.parametrize("cap, shown", [(350, VISITS), (0, [])])
+async def test_no_search_if_all_facts_fit_or_none_may(learner, tmp_path, cap, shown):
     async with open_memory(tmp_path, learner, learner.embed, hint_tokens=cap) as opened:
         await teach(opened, learner, *VISITS, kind="episodic")
         learner.embedded.clear()
         hints = await say(opened, "Hello!")
         assert learner.embedded == []
-    assert sorted(texts(hints.facts)) == sorted(told)
+    assert sorted(texts(hints.facts)) == sorted(shown)
 
 
 async def test_of_more_facts_the_profile_and_the_relevant_are_told(learner, tmp_path):
@@ -1901,15 +1916,15 @@ async def test_what_waits_and_is_not_shown_is_told_newest_first(opened, learner)
 
 
 @cases(
-    "query, told",
+    "query, shown",
     ("a secret", "My PIN is 4711, I ski", "My [removed], I ski"),
     ("200 characters", "ski " * 100, ("ski " * 50).strip()),
 )
-async def test_what_waits_is_told_without_secrets(opened, learner, query, told):
+async def test_what_waits_is_told_without_secrets(opened, learner, query, shown):
     with learner.learning_paused():
         await say(opened, query)
         [said] = (await say(opened, "Hello!", session=TUESDAY)).just_said
-    assert said.rstrip(" …") == told
+    assert said.rstrip(" …") == shown
 
 
 @cases(
@@ -2062,7 +2077,7 @@ async def hang(*arguments):
     await asyncio.sleep(3600)
 
 
-FAILS, EMPTY = AsyncMock(side_effect=ConnectionError), AsyncMock(return_value=[])
+BROKEN, EMPTY = AsyncMock(side_effect=ConnectionError), AsyncMock(return_value=[])
 VECTOR_NAN = AsyncMock(return_value=[[np.nan]])
 RANK_NAN = AsyncMock(return_value=[(0, np.nan), (1, 0.1)])
 RANK_99 = AsyncMock(return_value=[(99 + n, 0.1) for n in range(9)])
@@ -2071,10 +2086,10 @@ RANK_99 = AsyncMock(return_value=[(99 + n, 0.1) for n in range(9)])
 @cases(
     "fault, degraded",  # one part, and what is degraded then
     ("slow vectors", {"embed": hang}, ["embeddings"]),
-    ("failing vectors", {"embed": FAILS}, ["embeddings"]),
+    ("failing vectors", {"embed": BROKEN}, ["embeddings"]),
     ("no numbers", {"embed": VECTOR_NAN}, ["embeddings"]),
     ("slow ranks", {"rerank": hang}, ["embeddings", "rerank"]),
-    ("failing ranks", {"rerank": FAILS}, ["embeddings", "rerank"]),
+    ("failing ranks", {"rerank": BROKEN}, ["embeddings", "rerank"]),
     ("no ranks", {"rerank": EMPTY}, ["embeddings", "rerank"]),
     ("ranks that are no numbers", {"rerank": RANK_NAN}, ["embeddings", "rerank"]),
     ("ranks of no text", {"rerank": RANK_99}, ["embeddings", "rerank"]),
@@ -2384,7 +2399,7 @@ async def test_a_session_is_named_by_a_uuid_alone(opened, name):
             await method(name)
 
 
-def normal_name(name):
+def name_or_none(name):
     try:
         return memory.normal_name(name)
     except ValueError:
@@ -2398,10 +2413,10 @@ NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſ�
 @hypothesis.example(("ann~17239b6e250110330eda64a29c610bf1", "Ann"))
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):
-    known = {normal_name(name) for name in names} - {None}
-    folders = {memory.folder_name(name) for name in known}
-    assert {normal_name(f" {name}\t") for name in known} == known
-    assert len(folders) == len(known)
+    valid = {name_or_none(name) for name in names} - {None}
+    folders = {memory.folder_name(name) for name in valid}
+    assert {name_or_none(f" {name}\t") for name in valid} == valid
+    assert len(folders) == len(valid)
     for folder in folders:
         assert re.fullmatch(r"[a-z0-9_-]{1,64}|[a-z0-9-]*~[0-9a-f]{32}", folder)
 

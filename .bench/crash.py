@@ -93,12 +93,12 @@ async def opened(folder: Path, complete: Any = common.complete) -> AsyncIterator
     more = {"settings": memory.Settings(history_turns=2, **delays)}
     # Learning sees all facts.
     more["limits"] = lambda: memory.Limits(1 << 18, "scripted")
-    async with memory.Memory(folder, complete, common.embed, **more) as users:
-        yield users
+    async with memory.Memory(folder, complete, common.embed, **more) as memories:
+        yield memories
 
 
-async def say(users: memory.Memory, user: str, session: str, query: str) -> None:
-    async with users.turn(user, session) as turn:
+async def say(memories: memory.Memory, user: str, session: str, query: str) -> None:
+    async with memories.turn(user, session) as turn:
         await turn.hints(query)
         await turn.save(query, f"Noted in {session}.")
     tell("done", user, session, query)
@@ -118,17 +118,17 @@ async def live(folder: Path, life: str, seed: int) -> None:
             else:
                 liked.append(word)
             with suppress(OSError):  # of a full disk
-                await say(users, user, session, query)
+                await say(memories, user, session, query)
 
-    async with opened(folder) as users:
+    async with opened(folder) as memories:
         await asyncio.gather(*(talk(n, *place) for n, place in enumerate(PLACES)))
 
 
 async def check(folder: Path, told: list[Any]) -> None:
     """Learn what waits, then compare what is there with what was acknowledged."""
-    async with opened(folder) as users:
-        await users.idle()
-        facts = {user: await users.facts(user) for user, _ in PLACES}
+    async with opened(folder) as memories:
+        await memories.idle()
+        facts = {user: await memories.facts(user) for user, _ in PLACES}
     found = Counter(unreadable=len(list(folder.rglob("*.corrupt-*"))))
     said: dict[str, list[str]] = {user: [] for user in facts}
     for user, session in PLACES:
@@ -238,27 +238,27 @@ SWEEPS = (*SAVES, "learn, fold, embed", *DELETES)
 async def prepare(folder: Path, name: str) -> None:
     learns = name != "learn, fold, embed"
     complete = common.complete if learns else lambda *_: asyncio.Future()
-    async with opened(folder, complete) as users:
+    async with opened(folder, complete) as memories:
         for n, word in enumerate(WORDS):
-            await say(users, "ann", (MONDAY, TUESDAY)[n % 2], f"I like {word}")
+            await say(memories, "ann", (MONDAY, TUESDAY)[n % 2], f"I like {word}")
         if learns:
-            await users.idle()
+            await memories.idle()
     if name == "begin damaged facts again":
         (folder / "ann/memory.json").write_bytes(b'{"facts":')
 
 
-async def act(users: memory.Memory, name: str) -> None:
+async def act(memories: memory.Memory, name: str) -> None:
     if name in SAVES:
-        async with users.turn("ann", MONDAY) as turn:
+        async with memories.turn("ann", MONDAY) as turn:
             await turn.hints("I like newq")
             await turn.search_conversations("w1q")
             await turn.save("I like newq", "Noted.")
     elif name in DELETES:
-        ids = {fact["text"]: fact["id"] for fact in await users.facts("ann")}
+        ids = {fact["text"]: fact["id"] for fact in await memories.facts("ann")}
         of = {"delete_session": [MONDAY], "delete_fact": [ids.get("User likes w0q.")]}
-        await getattr(users.user("ann"), name)(*of.get(name, []))
+        await getattr(memories.user("ann"), name)(*of.get(name, []))
     else:
-        await users.idle()
+        await memories.idle()
 
 
 def die_at(step: int) -> None:
@@ -297,26 +297,26 @@ async def act_until(folder: Path, name: str, step: int, cancel: bool) -> None:
     """Act, and die at a step on the disk, or be cancelled at an await."""
 
     async def run() -> None:
-        await cancelled_at(step if cancel else 0, act(users, name))
+        await cancelled_at(step if cancel else 0, act(memories, name))
         tell("acted")
 
     if not cancel:
         die_at(step)
-    async with opened(folder) as users:
+    async with opened(folder) as memories:
         await asyncio.wait([task := asyncio.create_task(run())])
         if not task.cancelled():
             task.result()
-        async with users.turn("ann", MONDAY) as turn:  # no lock is held
+        async with memories.turn("ann", MONDAY) as turn:  # no lock is held
             await turn.save("I like lastq", "Noted.")
-        await users.idle()
+        await memories.idle()
 
 
 async def go_on(folder: Path, name: str, acted: bool) -> None:
     """Open the folder again: nothing is lost, doubled or back; a delete is repeated."""
-    async with opened(folder) as users:
-        await users.idle()
-        await say(users, "ann", TUESDAY, "I like lastq")
-        said, known = await read_words(folder, users)
+    async with opened(folder) as memories:
+        await memories.idle()
+        await say(memories, "ann", TUESDAY, "I like lastq")
+        said, known = await read_words(folder, memories)
         if name not in DELETES:
             new = {"newq"} if name in SAVES and acted else NONE
             assert said == known and ALL | new <= said <= ALL | {"newq"}, (said, known)
@@ -324,19 +324,21 @@ async def go_on(folder: Path, name: str, acted: bool) -> None:
         *left, gone = DELETES[name]
         assert [said, known] in ([left] if acted else [left, [ALL, ALL]]), (said, known)
         with suppress(memory.NotFound):
-            await act(users, name)
-        assert [*await read_words(folder, users)] == left, name
+            await act(memories, name)
+        assert [*await read_words(folder, memories)] == left, name
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert not any(gone in path.read_bytes() for path in files), files
 
 
-async def read_words(folder: Path, users: memory.Memory) -> tuple[set[str], set[str]]:
+async def read_words(
+    folder: Path, memories: memory.Memory
+) -> tuple[set[str], set[str]]:
     """Return the words that were said, and those that are known, but the last one."""
-    await users.idle()
+    await memories.idle()
     found: Counter[str] = Counter()
     there = [queries(folder, "ann", session, found) for session in (MONDAY, TUESDAY)]
     said = [query.split()[-1] for query in itertools.chain(*there)]
-    facts = await users.facts("ann")
+    facts = await memories.facts("ann")
     known = [fact["text"].split()[-1].strip(".") for fact in facts]
     for words in (said, known):  # the last word is said several times
         words[:] = [word for word in words if word != "lastq"]

@@ -65,19 +65,19 @@ async def learn_cases(folder: Path) -> float:
         reply = await client.chat.completions.create(**body)
         return reply.choices[0].message.content or ""
 
-    users = memory.Memory(folder, complete, limits=lambda: limits)
-    await users.open()
+    memories = memory.Memory(folder, complete, limits=lambda: limits)
+    await memories.open()
     states = []
     for part, session in (("known", BEFORE), ("turns", NOW)):
         for name, case in CASES.items():
             for said in case.get(part, []):
                 query, response = (said, "OK.") if isinstance(said, str) else said
-                async with users.turn(name, session) as turn:
+                async with memories.turn(name, session) as turn:
                     await turn.save(query, response)
-        await users.idle()
-        found = {name: await users.facts(name) for name in CASES}
+        await memories.idle()
+        found = {name: await memories.facts(name) for name in CASES}
         states.append({name: {row["text"] for row in found[name]} for name in CASES})
-    await users.close()
+    await memories.close()
     right = {name: is_right(CASES[name], *(s[name] for s in states)) for name in CASES}
     rows = []
     for kind, names in {**DATA, "all": CASES}.items():
