@@ -571,12 +571,8 @@ def test_with_memory_off_nothing_is_read_or_written(chat, model, tea):
 def test_an_answer_comes_in_events_and_ends_with_done(chat, model):
     model.answers = [reply("Hel", "lo.")]
     memory_event, first, second, done = chat.ask("Hi!")
-    expected = {
-        "facts": [],
-        "pending": 0,
-        "degraded": ["embeddings"],
-    }  # no model for them
-    assert memory_event == expected | {"type": "memory"}
+    fields = {"facts": [], "pending": 0, "degraded": ["embeddings"]}  # no model of them
+    assert memory_event == fields | {"type": "memory"}
     assert first == {"type": "token", "round": 1, "text": "Hel"}
     assert second == {"type": "token", "round": 1, "text": "lo."}
     end = {"type": "done", "response": "Hello.", "turn": 1, "rounds": 1}
@@ -589,13 +585,10 @@ def test_thinking_calls_and_results_are_events_in_order(chat, model):
     _, thinking, _, thought, called, result, *_ = chat.ask("What is 6 * 7?")
     assert thinking == {"type": "thinking", "round": 1, "text": "Hm."}
     assert thought == {"type": "thought", "round": 1, "text": "Let me see."}
-    expected = {"round": 1, "id": "call_1", "name": "calculate"}
-    assert called == expected | {
-        "type": "tool_call",
-        "arguments": {"expression": "6 * 7"},
-    }
+    usual = {"round": 1, "id": "call_1", "name": "calculate"}
+    assert called == usual | {"type": "tool_call", "arguments": {"expression": "6 * 7"}}
     assert isinstance(result.pop("ms"), int)
-    assert result == expected | {"type": "tool_result", "ok": True, "content": "42"}
+    assert result == usual | {"type": "tool_result", "ok": True, "content": "42"}
 
 
 def test_silence_is_broken_by_pings(start, model):
@@ -1292,16 +1285,8 @@ def test_sessions_are_listed_latest_first_and_read_with_their_turns(chat):
     last = session["turns"][1]["ended_at"]
     assert monday == {"session_id": MONDAY, "turns": 2, "updated_at": last}
     assert session == {"session_id": MONDAY, "summary": "", "turns": chat.turns()}
-    expected = {
-        "turn",
-        "query",
-        "response",
-        "status",
-        "reasoning_mode",
-        "rounds",
-        "tools",
-    }
-    assert session["turns"][0].keys() == expected | {"started_at", "ended_at"}
+    names = {"turn", "query", "response", "status", "reasoning_mode", "rounds", "tools"}
+    assert session["turns"][0].keys() == names | {"started_at", "ended_at"}
 
 
 @cases(
