@@ -544,7 +544,8 @@ def drop_oldest(messages: list[Message], room: int, first_role: str) -> int:
     """
     if room < 0:
         while messages and (room < 0 or messages[0]["role"] != first_role):
-            room += json_tokens([messages.pop(0)]) - 1  # `json_tokens` rounds up by 1
+            freed = json_tokens([messages.pop(0)]) - 1  # `count_tokens` adds 1
+            room += freed
     return room
 
 
@@ -625,11 +626,13 @@ class ReplyParser:
         self.held_back = half[0] if half and not is_last else ""
         text = without_surrogates(text.removesuffix(self.held_back))
         for part in re.split("(</?think>)", text):
-            # After thinking has ended, or if <think> is in the text, it is only quoted.
+            # After thinking has ended, or if <think> is in the text, the text may quote
+            # the tag.
             may_quote = self.think_tag == "closed" or "<think>" in self.text
+            ends_thinking = not self.text or not may_quote
             if part == "<think>" and not self.text:
                 self.think_tag = "open"
-            elif part == "</think>" and not (self.text and may_quote):
+            elif part == "</think>" and ends_thinking:
                 yield from self.take_back()
                 self.think_tag = "closed"
             elif part and self.think_tag == "open":
@@ -784,7 +787,10 @@ def offered_name(name: str, tool_names: list[str]) -> str:
 
 
 def parse_arguments(text: str) -> Json | None:
-    """Return a call's arguments; None if they are no object that can be saved."""
+    """Return a call's arguments, or None if they are no object that can be saved.
+
+    Empty values such as null and [] are an empty object.
+    """
     try:
         arguments = pydantic_core.from_json(text) or {}
         text = json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
@@ -826,7 +832,8 @@ class Endpoint:
         self.may_list_at = 0.0  # the earliest time of the next listing (monotonic)
         self.listing = asyncio.Lock()
         timeouts = {"connect": 5.0, "pool": 5.0}  # pool includes the DNS look-up
-        self.slow_timeout = openai.Timeout(5 * timeout, **timeouts)  # of a whole answer
+        # An answer that is not streamed begins only when it is complete.
+        self.slow_timeout = openai.Timeout(5 * timeout, **timeouts)
         self.client = openai.AsyncOpenAI(
             api_key=key or "EMPTY",
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),

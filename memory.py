@@ -323,7 +323,7 @@ class Memory:
             return facts[:k], degraded
         texts = [fact["text"] for fact in facts]
         reranked: list[ScoredFact] | None = None  # None: the reranker fails
-        with self.optional("rerank"):
+        with self.degrading("rerank"):
             async with asyncio.timeout(self.settings.rerank_timeout):
                 scores = dict(await self.rerank(cut_middle(query, 2000), texts, k))
             are_finite = all(map(math.isfinite, scores.values()))
@@ -339,7 +339,7 @@ class Memory:
         """Return a query's vector. None: there is none in time, so words serve."""
         text = self.settings.embedding_query_prefix + cut_middle(query, EMBEDDED_BYTES)
         if self.embed:
-            with self.optional("embeddings"):
+            with self.degrading("embeddings"):
                 async with asyncio.timeout(self.settings.embedding_timeout):
                     [vector] = await self.embed([text])
                 return unit_vector(vector)
@@ -351,7 +351,7 @@ class Memory:
         if not missing:
             return
         rest = iter(missing.items())
-        with self.optional("embeddings"):
+        with self.degrading("embeddings"):
             while texts := dict(itertools.islice(rest, EMBEDDED_TEXTS)):
                 vectors = await self.embed_documents(texts)
                 await user.add_vectors(vector_file, vectors)
@@ -379,8 +379,8 @@ class Memory:
         return accepted
 
     @contextmanager
-    def optional(self, feature: str) -> Iterator[None]:
-        """Go on without a part that fails. Log it, and note since when it fails."""
+    def degrading(self, feature: str) -> Iterator[None]:
+        """Go on if a feature fails. Log it, and note since when it is degraded."""
         try:
             yield
         except NotFound:  # the user was deleted meanwhile
@@ -480,7 +480,7 @@ class Turn:
         """
         self.query = query
         settings = self.memory.settings
-        # If nothing is searched, this says only what a search would lack.
+        # If nothing is searched, it says only whether embeddings are set up.
         degraded = [] if self.memory.embed else ["embeddings"]
         if not settings.hint_tokens:
             return Hints([], [], degraded)
@@ -638,8 +638,9 @@ def exchange(query: str | Json, response: str | Json) -> list[Message]:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call shares the context. The estimate is 3 bytes a token, but JSON has
-# about 2.6 (vLLM). So a request of 5/8 takes nearly 3/4, and the answer has the rest.
+# How a learning call shares the context. We estimate 3 bytes a token, but JSON has
+# about 2.6 (vLLM). So 5/8 by our estimate is 0.72 of the context. The answer has the
+# rest.
 # If the context has 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request, for rules and examples
@@ -1041,8 +1042,8 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
 
 # --- What may become a fact ---
 #
-# Only stop words, secrets and instructions are lists of words. The other rules know no
-# language, because English rules dropped what a good model did right in others.
+# Only stop words, secrets and instructions have lists of words. The other rules work in
+# any language, because English rules dropped correct facts in other languages.
 # If a change of a fact is not clear, `Learner.confirm_change` asks the model.
 
 MAX_FACT_CHARS = 160
@@ -1120,7 +1121,7 @@ def check_operation(
     elif op == "add" and is_invented(text, turn["query"]):
         rule = "invented"  # updates are left to `confirm_change`
     elif fact and text == fact["text"]:
-        rule = "unchanged"  # the last change wins, so it would undo a delete
+        rule = "unchanged"  # being the last, it would replace a delete of the fact
     else:
         rule = forbidden(text)
     passed = None if rule else Operation(op, fact, text, kind, importance, turn)
@@ -1198,7 +1199,7 @@ def open_mem0() -> Any:
 
 
 class FactStore:
-    """Changes the facts of one user through Mem0."""
+    """Changes the facts of one user through Mem0, which makes ids and history."""
 
     def __init__(self, record: "UserRecord"):
         self.record, self.mem0 = record, copy.copy(open_mem0())
@@ -1362,8 +1363,8 @@ def vector_id(model: str, key: str, text: str) -> int:
 class Index:
     """Hybrid search over entries: FAISS for meaning, FTS5 for words.
 
-    The evidence that an entry is relevant is in standard deviations. Its meaning gives
-    some, and the query's words give some:
+    Meaning and words are both scored in standard deviations (sigmas), so the scores can
+    be added. Their sum is the evidence that an entry is relevant:
 
         meaning  = (cosine - mean of all cosines with the query)
                    / deviation of the cosines between entries
@@ -1376,8 +1377,10 @@ class Index:
     best entry has less than MIN_BEST_SHARE * chance, it returns none. Otherwise an
     entry needs MIN_SHARE * chance, and at most `chance` less than the best. If there
     are fewer than FEW entries, it returns each that has a vector or a word of the
-    query. If fewer than 3 entries have a vector, only words count. `.bench/recall.py`
-    has the figures.
+    query. If fewer than 3 entries have a vector, only words count.
+
+    RARE_WORD was chosen with `.bench/recall.py`. The constants of a strict search were
+    chosen on the facts of LoCoMo.
     """
 
     def __init__(self, entries: dict[int, Entry], vectors: Vectors):
@@ -1790,7 +1793,7 @@ class UserFiles:
         # data is left. A session with no file is a 404, so its marker is deleted last.
         # A fact with no row is a 404, so its row is deleted after its copies.
         vectors = self._vectors(vector_file)
-        paths = sorted(self.folder.glob(pattern))  # .json comes before .unlearned
+        paths = sorted(self.folder.glob(pattern))  # the marker is the last by its name
         for path in [*self.folder.glob(f"*{vector_file}*"), *paths]:
             path.unlink()
         sync_folder(self.folder)
@@ -2185,7 +2188,8 @@ class Locks:
     async def held(self, name: str) -> AsyncIterator[None]:
         digest = hashlib.sha256(name.encode()).digest()
         offset = int.from_bytes(digest[:8]) >> 2  # 62 bits: a place in a file
-        async with self.local.setdefault(offset, asyncio.Lock()):
+        local = self.local.setdefault(offset, asyncio.Lock())  # kept by this name
+        async with local:
             pause = 0.001  # seconds
             while True:
                 try:

@@ -91,7 +91,7 @@ def bounded(text: str) -> str:
 
 
 async def run_function(function: Any, arguments: Any) -> Any:
-    # To validate arguments against a function's schema is to call the function.
+    # Pydantic's adapter of a function checks the arguments, and then calls it.
     check_and_call = TypeAdapter(function).validate_python
     if inspect.iscoroutinefunction(function):
         return await check_and_call(arguments)
