@@ -298,7 +298,7 @@ class AgentRun:
         self.steps: list[str] = []  # of the plan
         self.outcome = Outcome()
 
-    async def run(self) -> None:
+    async def execute(self) -> None:
         """Run the turn to its `done` or `error`."""
         user_id, session_id = self.request.user_id, self.request.session_id
         try:
@@ -1038,7 +1038,7 @@ class Service:
         if len(self.running) >= self.settings.max_concurrent_turns:
             raise HTTPException(503, "Too many turns run.", {"Retry-After": "1"})
         run = AgentRun(self, request)
-        run.events.task = task = asyncio.create_task(run.run())
+        run.events.task = task = asyncio.create_task(run.execute())
         self.running.add(task)
         task.add_done_callback(self.running.discard)
         return run
@@ -1380,7 +1380,7 @@ def openai_error(error: HTTPException) -> Json:
 PUBLIC = ("/", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
-class KeyCheck:
+class PathAndKey:
     """Middleware that mends the path and checks the key before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str):
@@ -1456,7 +1456,7 @@ def create_app(settings: Settings) -> FastAPI:
     # The middleware that is added last is called first.
     if not settings.api_key:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts)
-    app.add_middleware(KeyCheck, key=settings.api_key)
+    app.add_middleware(PathAndKey, key=settings.api_key)
     if origins := settings.cors_origins:
         allow_all: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allow_all)
