@@ -307,8 +307,8 @@ class AgentRun:
                     await self.answer_and_save(turn)
             else:
                 await self.answer_query(None)
-            fields = vars(self.outcome)
-            await self.events.emit("done", response=self.reply.text, **fields)
+            outcome = vars(self.outcome)
+            await self.events.emit("done", response=self.reply.text, **outcome)
         except asyncio.CancelledError:
             stopped = Failure("upstream_unavailable", "The turn was stopped.")
             await self.events.fail(stopped)
@@ -540,7 +540,7 @@ def fit_history(history: list[Message], block: str, limit: int) -> list[Message]
 def drop_oldest(messages: list[Message], room: int, first_role: str) -> int:
     """Drop messages until the room is not negative, and return the room.
 
-    Then drop on, until the first message that stays has the role `first_role`.
+    Then drop more, until the first message left has the role `first_role`.
     """
     if room < 0:
         while messages and (room < 0 or messages[0]["role"] != first_role):
@@ -1207,8 +1207,8 @@ async def list_sessions(user: TheUser) -> Json:
 @router.get("/users/{user_id}/sessions/{session_id}")
 async def read_session(user: TheUser, session_id: UUID) -> Json:
     transcript = await user.read_session(session_id)
-    fields = {"session_id": session_id, "summary": transcript.summary}
-    return fields | {"turns": transcript.turns}
+    session = {"session_id": session_id, "summary": transcript.summary}
+    return session | {"turns": transcript.turns}
 
 
 @router.delete("/users/{user_id}/sessions/{session_id}", status_code=204)
@@ -1258,12 +1258,12 @@ def as_turn_request(body: CompletionRequest, headers: Mapping[str, str]) -> Turn
     """Return the turn that is asked for. It has a session only if memory is used."""
     history = without_surrogates(body.model_dump(exclude_unset=True)["messages"])
     queries = [text_of(m) for m in history if m["role"] == "user"] or [""]
-    fields = dict(body.model_extra or {})
+    client_fields = dict(body.model_extra or {})
     if body.tools:
-        fields["tools"] = body.tools
+        client_fields["tools"] = body.tools
     else:  # the client's choice is not of our tools
-        fields.pop("tool_choice", None)
-    request = TurnRequest(queries[-1], history=history, client_fields=fields)
+        client_fields.pop("tool_choice", None)
+    request = TurnRequest(queries[-1], history=history, client_fields=client_fields)
     user_id = user_of(body, headers)
     if user_id and request.query and body.store is not False and memory_is_on(headers):
         sent_id = headers.get("X-Session-Id") or (body.metadata or {}).get("session_id")

@@ -476,7 +476,7 @@ class Turn:
 
         Args:
             shown: Queries that are in the prompt and need no hint. If it is empty,
-                those are the replayed queries.
+                the replayed queries are used.
         """
         self.query = query
         settings = self.memory.settings
@@ -524,7 +524,7 @@ class Turn:
             the summary
             the last two turns
 
-        What is dropped of `hints` is removed there, so that they say what is sent.
+        Dropped hints are also removed from `hints`, which then says what is sent.
 
         Raises:
             ValueError: The message alone does not fit.
@@ -639,9 +639,8 @@ def exchange(query: str | Json, response: str | Json) -> list[Message]:
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
 # How a learning call shares the context. We estimate 3 bytes a token, but JSON has
-# about 2.6 (vLLM). So 5/8 by our estimate is 0.72 of the context. The answer has the
-# rest.
-# If the context has 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
+# about 2.6 (vLLM). So 5/8 by our estimate is 0.72 of the context, and the answer has
+# the rest. Of 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request, for rules and examples
 FACTS_SHARE = 1 / 5  # of what the rules and the examples leave of the request
@@ -1156,7 +1155,7 @@ def is_clear(op: str, fact_text: str, text: str, query: str) -> bool:
 
 
 def is_rest(text: str, fact_text: str, query: str) -> bool:
-    """Tell whether a text is a fact without some words that the query names."""
+    """Tell whether a text is the fact without some words that the query names."""
     rest, whole = word_set(text), word_set(fact_text)
     if not rest or not rest < whole or forbidden(text):
         return False
@@ -1521,7 +1520,7 @@ def redact(text: str) -> str:
 
 
 def cut_redacted(text: str, max_bytes: int) -> str:
-    """Return a text without secrets, or its two ends if that is too long."""
+    """Return a text without secrets, cut to its two ends if it is too long."""
     # Redacted before this cut, because a cut may leave half of a secret.
     return cut_middle(redact(cut_middle(text, MAX_READ)), max_bytes)
 
