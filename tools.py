@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT-0
 """Tools for a model. To add one, write a documented function under `@tool`.
 
     offered = [schema(function) for function in TOOLS.values()]  # `tools` of a request
@@ -15,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from datetime import UTC, datetime
 from operator import add, floordiv, mod, mul, neg, pos, sub, truediv
 from typing import Annotated, Any
@@ -29,19 +29,18 @@ THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
 
-TOOLS: dict[str, Callable] = {}
+TOOLS: dict[str, Callable] = {}  # by name
 SCHEMAS: dict[Callable, dict[str, Any]] = {}
 
 
 def tool(function: Callable) -> Callable:
     """Offer a documented function to the model."""
-    name = schema(function)["function"]["name"]  # ValueError: it has no docstring
-    TOOLS[name] = function
+    TOOLS[schema(function)["function"]["name"]] = function
     return function
 
 
 def schema(function: Any) -> dict[str, Any]:
-    """Return the OpenAI tool schema of a function or method, cached."""
+    """Return the OpenAI tool schema of a documented function or method, cached."""
     # A bound method as key would keep its object alive.
     key = getattr(function, "__func__", function)
     if key not in SCHEMAS:
@@ -62,10 +61,16 @@ async def call_tool(
     """Return whether one tool call worked, and the text for the model."""
     if name not in functions:
         return False, f"Error: there is no tool {name!r:.64} in {', '.join(functions)}."
+    # Pydantic's adapter of a function checks the arguments, and then calls it.
+    check_and_call = TypeAdapter(functions[name]).validate_python
     try:
         # After a timeout a thread goes on, but nobody waits for its result.
         async with asyncio.timeout(timeout) as deadline:
-            result = await run_function(functions[name], arguments)
+            if inspect.iscoroutinefunction(functions[name]):
+                result = await check_and_call(arguments)
+            else:
+                work = THREADS.submit(check_and_call, arguments)
+                result = await asyncio.wrap_future(work)
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
         return True, bounded(result)
@@ -73,8 +78,7 @@ async def call_tool(
         reason = str(error) or type(error).__name__
         if deadline.expired():  # any other TimeoutError is the tool's own
             reason = f"{name} took longer than {timeout:g} s."
-        elif isinstance(error, ValidationError) and error.title.startswith("call["):
-            # Pydantic gives this title only to errors in the arguments.
+        elif isinstance(error, ValidationError):
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
@@ -90,37 +94,15 @@ def bounded(text: str) -> str:
     return content.decode(errors="ignore")
 
 
-async def run_function(function: Any, arguments: Any) -> Any:
-    # Pydantic's adapter of a function checks the arguments, and then calls it.
-    check_and_call = TypeAdapter(function).validate_python
-    if inspect.iscoroutinefunction(function):
-        return await check_and_call(arguments)
-    work = THREADS.submit(copy_context().run, check_and_call, arguments)
-    return await asyncio.wrap_future(work)
-
-
 # --- The tools ---
 
-UNITS: list[dict[str, float]] = [  # the size of each unit, one row per kind
-    {"mm": 1, "cm": 10, "m": 1e3, "km": 1e6, "in": 25.4, "ft": 304.8, "mi": 1609344},
-    {"mg": 0.001, "g": 1, "kg": 1e3, "t": 1e6, "oz": 28.349523125, "lb": 453.59237},
-    {"ml": 1, "l": 1e3, "tsp": 4.92892159375, "cup": 236.5882365, "gal": 3785.411784},
-    {"m/s": 3.6, "km/h": 1, "mph": 1.609344, "kn": 1.852},
-    {"bit": 1, "byte": 8, "kB": 8e3, "MB": 8e6, "GB": 8e9, "TB": 8e12, "GiB": 2**33},
-    {"K": 9, "C": 9, "F": 5},  # in ninths of a kelvin, because 5/9 is not exact
-]
-ZEROS = {"C": 273.15, "F": 459.67}  # degrees from absolute zero to 0 °C and 0 °F
-
-# What `calculate` may use
 OPERATORS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 OPERATORS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
 OPERATORS |= {ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS = {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
-
-
-# 15% is per cent, but before a number, a name or a parenthesis, % is a remainder.
-REMAINDER = r" ?[\w(.]| -[\w(.]"  # what follows: 7 % 4 and 7 % -4, but not 20%-4
-PER_CENT = rf"([\d.]+) ?%(?!{REMAINDER})"
+# 15% is per cent, but before a number, a name or a parenthesis, % is a remainder. So is
+# 7 % -4, but not 20%-4.
+PER_CENT = r"([\d.]+)\s*%(?!\s*[\w(.]|\s+-[\w(.])"
 
 
 @tool
@@ -128,10 +110,10 @@ def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
     """Compute + - * / // % ^ sqrt exp log(x, base) pi and, of radians, sin cos tan."""
     text = expression.lower().replace("^", "**")
     # 1,234 is 1234. But if a function is called, all commas separate arguments.
-    if not re.search(r"[a-z]\w* ?\(", text):
+    if not re.search(r"[a-z]\w*\s*\(", text):
         groups = r"(?<![\d.,])\d{1,3}(,\d{3})+(?![\d,])"
         text = re.sub(groups, lambda number: number[0].replace(",", ""), text)
-    text = text.replace("% of", "% *")  # else % would be a remainder by "of"
+    text = re.sub(r"%\s*of\b", "% *", text)  # else % would be a remainder by "of"
     text = re.sub(PER_CENT, r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
@@ -167,14 +149,3 @@ def current_time(timezone: str = "") -> str:
         raise ValueError(f"'{timezone[:64]}' is no IANA time zone such as Asia/Tokyo")
     now = datetime.now(UTC).astimezone(ZoneInfo(timezone) if timezone else None)
     return f"{now.isoformat(timespec='seconds')} ({now:%A}, week {now:%V})"
-
-
-@tool
-def convert_units(value: float, from_unit: str, to_unit: str) -> str:
-    """Return a quantity in another unit, such as km, mi, kg, lb, l, cup, MB, C or F."""
-    for units in UNITS:
-        if from_unit in units and to_unit in units:
-            size = (value + ZEROS.get(from_unit, 0)) * units[from_unit]
-            result = size / units[to_unit] - ZEROS.get(to_unit, 0)
-            return f"{value:.12g} {from_unit} = {result:.12g} {to_unit}"
-    raise ValueError(f"the units of each kind are {[[*units] for units in UNITS]}")

@@ -13,16 +13,14 @@ import functools
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,13 +29,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # for memory.py
+sys.path.append(str(ROOT))
+import memory
 
+Row = dict[str, Any]
 DIMENSION = 1536  # OpenAI's, and Mem0's default
 WORD_VECTORS = np.random.default_rng(1).standard_normal((512, DIMENSION), "float32")
-STOP_WORDS = {"the", "are", "and", "for", "you", "user", "that", "what", "with", "does"}
 UVICORN = ("-m", "uvicorn", "--log-level=warning", "--timeout-graceful-shutdown=10")
 
 
@@ -66,17 +64,15 @@ def learn(asked: Row) -> list[Row]:
     """Return the operations that lead from the known facts to those after the turns."""
     known = {fact["text"]: {"id": fact["id"]} for fact in asked["facts"]}
     operations: dict[str, Row] = {}  # by the text that is then a fact
-    for turn in asked["turns"]:
-        for quote, ended, text in changes(turn["query"]):
-            ends = re.compile(re.escape(ended or "nothing") + r"\b").match
-            old = next(filter(ends, [*operations, *known]), "")
-            id = (operations.pop(old, None) or known.pop(old, {"id": None}))["id"]
-            op = "add" if id is None else "update" if text else "delete"
-            if op != "add" or text:
-                kind = "episodic" if "like" in quote else "profile"
-                row = {"op": op, "id": id, "text": text or None, "kind": kind}
-                row |= {"evidence": quote, "importance": 0.7}
-                operations[text or f"deleted {id}"] = row
+    for quote, ended, text in (c for t in asked["turns"] for c in changes(t["query"])):
+        ends = re.compile(re.escape(ended or "nothing") + r"\b").match
+        old = next(filter(ends, [*operations, *known]), "")
+        id = (operations.pop(old, None) or known.pop(old, {"id": None}))["id"]
+        op = "add" if id is None else "update" if text else "delete"
+        if op != "add" or text:
+            kind = "episodic" if "like" in quote else "profile"
+            row = {"op": op, "id": id, "text": text or None, "kind": kind}
+            operations[text or str(id)] = row | {"evidence": quote, "importance": 0.7}
     return list(operations.values())
 
 
@@ -92,7 +88,8 @@ async def complete(messages: list[Row], schema: Row | None) -> str:
         return json.dumps({"operations": learn(asked)})
     if schema["name"] == "session_summary":
         return json.dumps({"summary": f"At last: {asked['turns'][-1]['query']}"})
-    return json.dumps({"left": None})  # of a fact that is not true anymore
+    # Nothing is still true of a fact that ended. The whole message says a new one.
+    return json.dumps({"left": None, "said": asked["message"]})
 
 
 async def embed(texts: list[str]) -> list[np.ndarray]:
@@ -116,14 +113,10 @@ def chat_answer(request: Row) -> list[bytes]:
     if not message.endswith("?"):
         return spoken("Noted: ", *(f"{word} " for word in message.split()[:12]))
     lines = re.findall(r'^- "?(.*?)"?$', hints, re.MULTILINE)
-    found = [f"{line} " for line in lines if key_words(message) & key_words(line)]
+    found = [f"{line} " for line in lines if memory.share_word(message, line)]
     if not found:
         return spoken("I ", "do ", "not ", "know ", "that ", "yet.")
     return spoken("I remember: ", *reversed(found))  # the newest fact comes last
-
-
-def key_words(text: str) -> set[str]:
-    return {w[:4] for w in re.findall(r"\w{3,}", text.casefold())} - STOP_WORDS
 
 
 def frame(data: bytes) -> bytes:
@@ -155,62 +148,55 @@ USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 USED = chunk({}, choices=[], usage=USAGE)
 
 
-class Model:
-    """The scripted model.
+async def serve(script: Row, reader: Any, writer: Any) -> None:
+    """Answer the requests of a connection. FastAPI would take longer for each."""
+    with suppress(ConnectionError, EOFError):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
+            body = await reader.readexactly(int(length[1]) if length else 0)
+            request = json.loads(body or "{}")
+            if request.get("stream"):
+                await stream(script, request, writer)
+            else:
+                content = json.dumps(await answer(script, head, request)).encode()
+                size = b"Content-Length: %d\r\n\r\n" % len(content)
+                writer.write(OK % b"application/json" + size + content)
+    writer.close()
 
-    It parses HTTP itself, because FastAPI would be slower than what is measured.
-    """
 
-    def __init__(self, script: argparse.Namespace):
-        self.script = script
+async def answer(script: Row, head: bytes, request: Row) -> Row:
+    reply: Row = {"model": "scripted", "usage": USAGE, "id": "1", "created": 1}
+    if b"/embeddings" in head:
+        await asyncio.sleep(script["embedding"])
+        texts, rows = request["input"], []
+        texts = [texts] if isinstance(texts, str) else texts
+        for n, v in enumerate(await embed(texts)):
+            in_base64 = request.get("encoding_format") == "base64"
+            sent = base64.b64encode(v.tobytes()).decode() if in_base64 else v.tolist()
+            rows.append({"index": n, "embedding": sent})
+        return reply | {"data": rows}
+    if b"/completions" in head:
+        await asyncio.sleep(script["learning"])
+        schema = (request.get("response_format") or {}).get("json_schema")
+        content = await complete(request["messages"], schema)
+        message = {"role": "assistant", "content": content}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return reply | {"object": "chat.completion", "choices": [choice]}
+    return {"data": [{"id": "scripted", "max_model_len": 32768}]}
 
-    async def serve(self, reader: Any, writer: Any) -> None:
-        """Answer the requests of a connection."""
-        with suppress(ConnectionError, EOFError):
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
-                body = await reader.readexactly(int(length[1]) if length else 0)
-                request = json.loads(body or "{}")
-                if request.get("stream"):
-                    await self.stream(request, writer)
-                else:
-                    answer = json.dumps(await self.answer(head, request)).encode()
-                    size = b"Content-Length: %d\r\n\r\n" % len(answer)
-                    writer.write(OK % b"application/json" + size + answer)
-        writer.close()
 
-    async def answer(self, head: bytes, request: Row) -> Row:
-        reply: Row = {"model": "scripted", "usage": USAGE, "id": "1", "created": 1}
-        if b"/embeddings" in head:
-            await asyncio.sleep(self.script.embedding)
-            texts = request["input"]
-            vectors = await embed([texts] if isinstance(texts, str) else texts)
-            sent: Any = [v.tolist() for v in vectors]
-            if request.get("encoding_format") == "base64":
-                sent = [base64.b64encode(v.tobytes()).decode() for v in vectors]
-            rows = [{"index": n, "embedding": value} for n, value in enumerate(sent)]
-            return reply | {"data": rows}
-        if b"/completions" in head:
-            await asyncio.sleep(self.script.learning)
-            schema = (request.get("response_format") or {}).get("json_schema")
-            content = await complete(request["messages"], schema)
-            message = {"role": "assistant", "content": content}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            return reply | {"object": "chat.completion", "choices": [choice]}
-        return {"data": [{"id": "scripted", "max_model_len": 32768}]}
-
-    async def stream(self, request: Row, writer: Any) -> None:
-        chunks = chat_answer(request)
-        if self.script.tokens:
-            chunks = spoken("Quite", *[" so"] * (self.script.tokens - 2), " finis.")
-        if (request.get("stream_options") or {}).get("include_usage"):
-            chunks = [*chunks, USED]
-        writer.write(STREAM)
-        await asyncio.sleep(self.script.first_token)
-        for piece in [*chunks, END]:
-            if not writer.is_closing():
-                writer.write(piece)
-                await asyncio.sleep(self.script.gap)
+async def stream(script: Row, request: Row, writer: Any) -> None:
+    chunks = chat_answer(request)
+    if script["tokens"]:
+        chunks = spoken("Quite", *[" so"] * (script["tokens"] - 2), " finis.")
+    if (request.get("stream_options") or {}).get("include_usage"):
+        chunks = [*chunks, USED]
+    writer.write(STREAM)
+    await asyncio.sleep(script["first_token"])
+    for piece in [*chunks, END]:
+        if not writer.is_closing():
+            writer.write(piece)
+            await asyncio.sleep(script["gap"])
 
 
 SCRIPT = {"port": 8001, "tokens": 0, "first_token": 0.05, "gap": 0.002}
@@ -218,9 +204,9 @@ SCRIPT |= {"embedding": 0.015, "learning": 0.3}  # delays are seconds
 
 
 async def serve_model(**script: Any) -> None:
-    model = Model(argparse.Namespace(**SCRIPT | script))
-    address = "127.0.0.1", model.script.port
-    server = await asyncio.start_server(model.serve, *address, limit=1 << 24)
+    script = SCRIPT | script
+    answering, address = functools.partial(serve, script), ("127.0.0.1", script["port"])
+    server = await asyncio.start_server(answering, *address, limit=1 << 24)
     await server.serve_forever()
 
 
@@ -230,14 +216,14 @@ async def serve_model(**script: Any) -> None:
 class Process:
     """A server in a process of its own, which has started and answers."""
 
-    def __init__(self, command: Sequence[str], log: Path, **environment: str):
+    def __init__(self, command: Any, log: Path, code: Path = ROOT, **settings: str):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        environment["PATH"] = os.environ["PATH"]
+        settings["PATH"] = os.environ["PATH"]
         command = [sys.executable, *command, f"--port={port}"]
         with open(log, "ab") as output:
-            known = {"stdout": output, "stderr": output, "env": environment}
-            self.process = subprocess.Popen(command, cwd=ROOT, **known)
+            known = {"stdout": output, "stderr": output, "env": settings}
+            self.process = subprocess.Popen(command, cwd=code, **known)
         self.pid = self.process.pid
         while self.process.poll() is None:
             with suppress(httpx.HTTPError):
@@ -246,8 +232,8 @@ class Process:
             time.sleep(0.02)
         raise RuntimeError(log.read_text()[-3000:])
 
-    def close(self, by: int = signal.SIGTERM) -> None:
-        self.process.send_signal(by)
+    def close(self) -> None:
+        self.process.terminate()
         self.process.wait(30)
 
 
@@ -256,16 +242,16 @@ def model(folder: Path, *flags: str) -> Process:
     return Process([__file__, *flags], folder / "model.log")
 
 
-def service(folder: Path, **settings: str) -> Process:
+def service(folder: Path, code: Path = ROOT, **settings: str) -> Process:
     """Start a real service with settings. Its data is in `folder / "data"`."""
     settings = {"DATA_DIR": str(folder / "data")} | settings
-    return Process([*UVICORN, "main:app"], folder / "service.log", **settings)
+    return Process([*UVICORN, "main:app"], folder / "service.log", code, **settings)
 
 
 def model_settings(url: str) -> dict[str, str]:
     """Return the settings of a service that asks the scripted model."""
-    settings = {"OPENAI_BASE_URL": f"{url}/v1", "EMBEDDING_BASE_URL": f"{url}/v1"}
-    return settings | {"OPENAI_API_KEY": "none"}
+    url, key = f"{url}/v1", "none"
+    return {"OPENAI_BASE_URL": url, "EMBEDDING_BASE_URL": url, "OPENAI_API_KEY": key}
 
 
 def free_port() -> int:
@@ -282,9 +268,7 @@ def process_stats(pid: int) -> tuple[float, float, int, int]:
     return cpu, rss, int(fields[17]), len(os.listdir(proc / "fd"))
 
 
-async def ask(
-    http: httpx.AsyncClient, user: str, session: str, message: str, **more: Any
-) -> AsyncIterator[Row]:
+async def ask(http: Any, user: str, session: str, message: str, **more: Any) -> Any:
     """Yield the events of a turn. Raises httpx.HTTPError if it is refused or cut."""
     body = {"user_id": user, "session_id": session, "message": message, **more}
     async with http.stream("POST", "/chat", json=body) as response:
@@ -308,10 +292,11 @@ def mem0_as_documented(folder: Path, url: str, dimension: int = DIMENSION) -> An
 
     config = {"model": "scripted", "api_key": "none", "openai_base_url": f"{url}/v1"}
     store = {"collection_name": "memories", "path": str(folder / "faiss")}
-    store |= {"embedding_model_dims": dimension}
-    parts = {"llm": ("openai", config), "embedder": ("openai", config)}
-    parts |= {"vector_store": ("faiss", store)}
-    whole = {part: {"provider": p, "config": c} for part, (p, c) in parts.items()}
+    store["embedding_model_dims"] = dimension
+    whole: Row = {"vector_store": {"provider": "faiss", "config": store}}
+    whole |= {
+        part: {"provider": "openai", "config": config} for part in ("llm", "embedder")
+    }
     return AsyncMemory.from_config(whole | {"history_db_path": f"{folder}/history.db"})
 
 
@@ -324,9 +309,8 @@ def options(description: str, **defaults: Any) -> argparse.Namespace:
     for name, default in defaults.items():
         one = default[0] if isinstance(default, list) else default
         more: Row = {"type": type(one), "nargs": "+" if one is not default else None}
-        if isinstance(default, bool):
-            more = {"action": "store_true"}
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **more)
+        more = {"action": "store_true"} if default is False else more
+        parser.add_argument(f"--{name}", default=default, **more)
     return parser.parse_args()
 
 
@@ -344,13 +328,12 @@ def machine() -> str:
     """Return one line: the date, the commit, the machine and the packages."""
     git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h"]
     found = subprocess.run(git, check=False, capture_output=True, text=True)
-    cpu = None
-    with suppress(OSError):  # it is Linux's
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    names = ("fastapi", "uvicorn", "openai", "mem0ai", "faiss-cpu", "tinydb")
+    info = Path("/proc/cpuinfo")  # Linux's
+    cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     parts = [f"{datetime.now(UTC):%Y-%m-%d}", f"commit {found.stdout.strip() or '?'}"]
-    parts += [f"{os.cpu_count()} cores of {cpu[1] if cpu else platform.machine()}"]
-    parts += [f"Python {platform.python_version()}"]
+    parts += [f"{os.cpu_count()} cores of {cpu[1] if cpu else sys.platform}"]
+    parts += [f"Python {sys.version.split()[0]}"]
+    names = ("fastapi", "uvicorn", "openai", "mem0ai", "faiss-cpu", "tinydb")
     return ", ".join(parts + [f"{n} {importlib.metadata.version(n)}" for n in names])
 
 

@@ -14,19 +14,12 @@ import common
 import uvicorn
 
 IGNORED = ("OPENAI_", "CHAT_", "MEMORY_", "EMBEDDING_", "RERANK_", "API_KEY")
-
-
-def main() -> None:
-    port = common.free_port()
-    model = common.serve_model(port=port, gap=0.03, learning=0.1)
-    threading.Thread(target=asyncio.run, args=(model,), daemon=True).start()
-    for name in [name for name in os.environ if name.startswith(IGNORED)]:
-        del os.environ[name]
-    os.environ |= common.model_settings(f"http://127.0.0.1:{port}")
-    os.environ.setdefault("DATA_DIR", "demo-data")
-    print(f"The model is a stand-in with simple rules, on port {port}.", flush=True)
-    uvicorn.run("main:app", port=int(os.environ.get("PORT", "8000")))
-
-
-if __name__ == "__main__":
-    main()
+port = common.free_port()
+model = common.serve_model(port=port, gap=0.03, learning=0.1)
+threading.Thread(target=asyncio.run, args=(model,), daemon=True).start()
+for name in [name for name in os.environ if name.startswith(IGNORED)]:
+    del os.environ[name]
+os.environ |= common.model_settings(f"http://127.0.0.1:{port}")
+os.environ.setdefault("DATA_DIR", "demo-data")
+print(f"The model is a stand-in with simple rules, on port {port}.", flush=True)
+uvicorn.run("main:app", port=int(os.environ.get("PORT", "8000")))

