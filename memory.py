@@ -20,6 +20,7 @@ pydantic and numpy. Python must be 3.11 or newer, on Linux or macOS.
 """
 
 import asyncio
+import base64
 import copy
 import fcntl
 import functools
@@ -200,7 +201,8 @@ class Memory:
             `response_format`: one of `memory_operations`, `still_true`, `said` and
             `session_summary`. Returns the model's text. Raises RequestRefused if a
             smaller request may help. After another exception, Memory asks again later.
-        embed: Async. Returns one vector per text. None: search by words only.
+        embed: Async. Returns one vector per text, as numbers or as OpenAI's base64.
+            None: search by words only.
         rerank: Async. Gets a query, texts and k; returns positions and relevances.
         limits: Returns what is known of the two models now.
         settings: Their defaults serve; see Settings.
@@ -1442,6 +1444,8 @@ def vector_id(model: str, text: str) -> int:
 
 def unit_vector(values: Any) -> Vector:
     """Return the direction of a vector. Raises ValueError if it holds no numbers."""
+    if isinstance(values, str):
+        values = np.frombuffer(base64.b64decode(values), "<f4")
     vector = np.asarray(values, "float32").ravel()
     norm = float(np.linalg.norm(vector))
     if not vector.size or not math.isfinite(norm):
