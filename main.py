@@ -356,8 +356,6 @@ class TurnResponse(StreamingResponse):
 
     task: asyncio.Task[None]  # `stream_response` sets it
     ping = b""  # sent after a silence; empty: nothing is sent
-    # Why there is no answer, until there is one
-    failure: Failure | None = Failure("upstream_unavailable", "The turn was stopped.")
 
     def __init__(self, service: "Service", query: str, user_id: str, session_id: str):
         service.require_model()
@@ -365,6 +363,10 @@ class TurnResponse(StreamingResponse):
         self.service, self.query = service, query
         self.user_id, self.session_id = user_id, session_id  # empty: without memory
         self.turn_number = 0  # 0: no turn was saved
+        # The turn's end replaces it, by another failure or by None.
+        self.failure: Failure | None = Failure(
+            "upstream_unavailable", "It was stopped."
+        )
         self.reply = ReplyParser()  # of the current round
         self.row: Json = {"started_at": memory.now()}  # what else is saved
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(64)
@@ -418,7 +420,8 @@ class TurnResponse(StreamingResponse):
                 await self.queue.put(event)
         except TimeoutError:
             self.task.cancel()  # as if the client disconnects
-            await asyncio.sleep(0)  # a tool call is a task of its own
+            # A tool call runs in a task of its own, which the cancellation must reach.
+            await asyncio.sleep(0)
 
     async def run(self) -> None:
         """Answer the message. If that fails, log it and set `failure`."""
@@ -484,7 +487,7 @@ class AgentRun(TurnResponse):
         super().__init__(service, request.message, request.user_id, session_id)
         self.row["reasoning_mode"] = bool(request.reasoning_mode)
         self.row |= {"rounds": 0, "tools": []}
-        self.tools: dict[str, Callable] = {}  # that are offered, by name
+        self.tools: dict[str, Callable] = {}  # those offered in this turn, by name
         self.request: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.call_ids: set[str] = set()  # of all rounds
         self.steps: list[str] = []  # of the plan
@@ -493,13 +496,15 @@ class AgentRun(TurnResponse):
 
     async def answer(self, turn: Turn | None) -> None:
         """Build the prompt, emit `memory`, and ask the model until it answers."""
-        functions: list[Any] = [self.plan] if self.row["reasoning_mode"] else []
-        functions += tools.TOOLS.values()
+        functions: list[Any] = [*tools.TOOLS.values()]
         if turn:
             functions += [turn.fetch_memory, turn.search_conversations]
             functions.append(turn.propose_memory)
+        if self.row["reasoning_mode"]:
+            functions.append(self.plan)
+        # Of two tools with one name, ours is the last and counts.
         self.tools = {function.__name__: function for function in functions}
-        self.request["tools"] = [*map(tools.schema, functions)]
+        self.request["tools"] = [*map(tools.schema, self.tools.values())]
         hints = await turn.hints(self.query) if turn else Hints("", [], [], [])
         # Before the event `memory`, because this removes hints that do not fit.
         self.request["messages"] = await self.build_prompt(turn, hints)
@@ -890,18 +895,18 @@ class Service:
             completion = await self.chat.post("/chat/completions", body)
         except Failure as failure:
             # Before a call has succeeded, the endpoint may refuse a field of all calls.
-            is_refusal = failure.code == "upstream_rejected" and failure.upstream_body
+            is_refusal = failure.status_code == failure.upstream_status
+            is_refusal = is_refusal and failure.code == "upstream_rejected"
             if failure.code == "context_too_long" or (is_refusal and self.has_learned):
                 raise RequestRefused from failure
             raise
         reply = ReplyParser()
-        reply.feed(completion)
-        reply.finish()
+        parts = reply.feed(completion) + reply.finish()
         if reply.finish_reason == "length":
             raise RequestRefused("the answer was cut at its length")
         self.has_learned = True
         # Some servers return the whole answer as reasoning.
-        return reply.text or clean(reply.reasoning_content)
+        return reply.text or "".join(text for _, text in parts)
 
 
 def is_openai(url: HttpUrl | None) -> bool:
@@ -1078,7 +1083,8 @@ class Relay(TurnResponse):
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
                 if self.is_stream and chunk is not DONE:
-                    self.ping = b": ping\n\n"  # not before the first: see `last_event`
+                    # Not earlier, because a failure before it has a status of its own.
+                    self.ping = b": ping\n\n"
                     await self.put(sse_event(chunk))
                 elif chunk is not DONE:
                     self.whole = to_json(chunk).encode()

@@ -97,7 +97,7 @@ class Limits(NamedTuple):
 
 
 def check_time(text: str) -> str:
-    local_time(text)  # ValueError: it is none
+    local_time(text)  # ValueError: it is not valid
     return text
 
 
@@ -294,7 +294,7 @@ class Memory:
                 return
 
     def user(self, user_id: str) -> "User":
-        """Return a user, who need not exist. Raises ValueError if the name is none."""
+        """Return a user, who need not exist. Raises ValueError if the name is not valid."""
         return self.user_in_folder(folder_name(normal_name(user_id)))
 
     def user_in_folder(self, folder: str) -> "User":
@@ -333,7 +333,10 @@ class Memory:
         return await self.search.rank_facts(query, facts, vectors, k, loose)
 
     async def embed_facts(self, user: "User") -> bool:
-        """Make vectors if a search needs them. Tell whether more are to be made."""
+        """Make vectors that facts lack. Tell whether more are to be made.
+
+        If all facts fit the hints and no search has run, none are needed.
+        """
         facts = [*user.record.facts.values()]
         fitting = fit_budget(facts, self.settings.hint_tokens, hint_line)
         if fitting == facts and not user.needs_vectors:
@@ -341,7 +344,7 @@ class Memory:
         texts = {id: f["text"] for id, f in zip(self.search.vector_ids(facts), facts)}
         missing = [id for id in texts if id not in user.vectors]
         some, prefix = missing[:100], self.settings.embedding_document_prefix
-        made = await self.search.vectors([prefix + texts[id] for id in some])
+        made = await self.search.vectors([prefix + texts[id] for id in some], None)
         if made:
             await user.add_vectors(dict(zip(some, made)))
         return bool(made) and len(some) < len(missing)
@@ -441,7 +444,8 @@ class Turn:
         self.query, settings = query, self.memory.settings
         just_said = self.just_said(settings.hint_tokens // 3, shown)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
-        # After `just_said`: what is learned meanwhile may be there twice, but not missed.
+        # Read after `just_said`. So a turn that is learned between the two reads is there
+        # twice, and never missing.
         facts = await asyncio.to_thread(current_facts, self.user.record)
         facts = facts if settings.hint_tokens else []
         degraded = [] if self.memory.search.embed else ["embeddings"]
@@ -1238,6 +1242,7 @@ EMBEDDED_TEXTS = 10  # in one request, because some servers take no more
 EMBEDDED_BYTES = 1000  # of a text, because many models take only 512 tokens
 EMBEDDED_MESSAGES = 32  # past messages that are sorted by meaning
 ALL_WORDS = 6.0  # evidence of a text that has all words of the query
+MAX_QUERY = 2000  # bytes of a query whose words are searched, from its two ends
 NEIGHBOUR_SHARE = 0.7  # of a word that only the message before or after has
 FEW = 8  # texts; fewer have no distribution
 MIN_BEST_SHARE = 0.7  # of `chance`: if the best has less, nothing is relevant
@@ -1301,7 +1306,9 @@ class Search:
         documents = [self.settings.embedding_query_prefix + query]
         documents += [prefix + texts[n] for n in best]
         evidence = ALL_WORDS * shares[best]
-        if vectors := await self.vectors(documents):
+        # Longer than before a first token, because it is a tool call.
+        timeout = 5 * self.settings.embedding_timeout
+        if vectors := await self.vectors(documents, timeout):
             evidence += meaning(vectors[0], vectors[1:])
         return [best[n] for n in best_first(evidence)]
 
@@ -1312,7 +1319,7 @@ class Search:
         return [vector_id(model, fact["text"]) for fact in facts]
 
     async def vectors(
-        self, documents: list[str], timeout: float | None = None
+        self, documents: list[str], timeout: float | None
     ) -> list[Vector]:
         """Return a vector per document, or an empty list if there are none."""
         if not self.embed or not documents:
@@ -1367,7 +1374,7 @@ def word_shares(query: str, texts: list[str], neighbour: float = 0) -> np.ndarra
     Args:
         neighbour: What a word counts that only the text before or after has.
     """
-    words = [*word_set(query)]
+    words = [*word_set(cut_middle(query, MAX_QUERY))]
     rows = [[word in own for word in words] for own in map(word_set, texts)]
     found = np.array(rows, float).reshape(len(texts), len(words))
     weights = np.log1p(len(texts) / (found.sum(axis=0) + 0.5))
@@ -1389,7 +1396,8 @@ def meaning(vector: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarr
     if vector is None or len(known) < FEW:
         return scores
     matrix = np.stack([*known.values()])
-    # Each is compared with the one at the mirrored place, so none with itself.
+    # A sample of pairs, the first with the last and so on, tells how much the texts
+    # differ from each other.
     half = len(known) // 2
     between = np.einsum("ij,ij->i", matrix[:half], matrix[::-1][:half])
     deviation = round(float(between.std()), 6)  # 0 if all vectors are equal
@@ -1700,6 +1708,8 @@ class User:
         # kept its old number, this turn would count as learned.
         learned = self.record.learned
         if learned.get(session_id, 0) >= row["turn"]:
+            if len(read_transcript(self.folder, session_id).turns) >= row["turn"]:
+                raise ValueError("this turn is saved already")
             learned = learned | {session_id: row["turn"] - 1}
             self._write(replace(self.record, learned=learned))
         if last:  # whatever the clock does, a session's turns stay in order
@@ -1913,7 +1923,7 @@ def session_of(turn: Any) -> str:
 
 
 def normal_name(name: str) -> str:
-    """Return a user's name in its one normal form. Raises ValueError if it is none."""
+    """Return a user's name in its one normal form. Raises ValueError if it is not valid."""
     name = unicodedata.normalize("NFC", name.strip())
     # Not str.isprintable(), because it refuses joined emoji.
     if not re.fullmatch(r"(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", name):

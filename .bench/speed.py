@@ -1,4 +1,4 @@
-"""How fast is it, beside the same service without memory and beside Mem0?
+"""How fast is it, beside a minimal chat without memory and beside Mem0?
 
     python .bench/speed.py [--rounds 3] [--clients 16 64 256] [--turns N] [--old FOLDER]
 
