@@ -136,7 +136,8 @@ class Endpoint:
     ) -> AsyncGenerator[tuple[Json, Parts], None]:
         """Yield the chunks of a reply (or all of it) with what the parser finds."""
         raw: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
-        with endpoint_errors(reply):
+        # If only one choice is asked for, a complete reply stands whatever follows it.
+        with endpoint_errors(reply if body.get("n") in (None, 1) else None):
             stream = await self.send("/chat/completions", body, max_retries, **raw)
             parts = stream.response.aiter_bytes()
             async with stream, aclosing(read_chunks(parts)) as chunks:
@@ -255,7 +256,8 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
 }
 # There is no common code for a prompt that is too long, only such words.
 TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
-OURS = (401, 403, 404, 408)  # about our key, address or patience: not passed on
+# They are about our own key, address or patience, so clients get another status.
+NOT_PASSED_ON = (401, 403, 404, 408)
 
 
 class Failure(HTTPException):
@@ -303,7 +305,7 @@ def status_failure(error: openai.APIStatusError) -> Failure:
     words = error_sentence(error.body, key)
     failure = Failure(code, words if status >= 400 else "It redirects the request.")
     failure.upstream_status = status
-    if status >= 400 and status not in OURS:
+    if status >= 400 and status not in NOT_PASSED_ON:
         failure.status_code = status
         failure.upstream_body = response.text.replace(key, "[removed]")
         kept = {"retry-after", "content-type"} & response.headers.keys()
@@ -673,7 +675,8 @@ class ReplyParser:
         """Read one chunk, or a whole reply."""
         parts: Parts = []
         choice = first_choice(chunk)
-        self.usage = chunk.get("usage") or self.usage
+        usage = chunk.get("usage")
+        self.usage = usage if isinstance(usage, dict) else self.usage
         reason, delta = choice.get("finish_reason"), choice.get("delta")
         # Perplexity sends `message`, with the text so far, beside each `delta`.
         if delta is None and (delta := choice.get("message")):
@@ -688,7 +691,7 @@ class ReplyParser:
         # A refusal has a field of its own, but is an answer.
         if text := text_of(delta, "") or delta.get("refusal"):
             parts += self.split_text(text)
-        for piece in delta.get("tool_calls") or []:
+        for piece in filter(None, delta.get("tool_calls") or []):
             self.add_piece(piece)
         return parts
 
@@ -736,9 +739,11 @@ class ReplyParser:
 
     def add_piece(self, piece: Json) -> None:
         """Add a piece to the call with its index or id, else to the last call."""
-        key = piece.get("index")
+        key, id = piece.get("index"), piece.get("id")
         if key is None:
-            key = piece.get("id") or next(reversed(self.call_by_key), None)
+            by_id = {call["id"]: key for key, call in self.call_by_key.items()}
+            last = next(reversed(self.call_by_key), None)
+            key = by_id.get(id, id) if id else last
         empty = {
             "id": "",
             "type": "function",
@@ -746,7 +751,7 @@ class ReplyParser:
         }
         call = self.call_by_key.setdefault(key, empty)
         function, new = call["function"], piece.get("function") or {}
-        call["id"] = call["id"] or piece.get("id") or ""
+        call["id"] = call["id"] or id or ""
         name, arguments = new.get("name") or "", new.get("arguments") or ""
         # Endpoints refuse other letters in the name when it goes back.
         function["name"] = function["name"] or re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
@@ -862,9 +867,11 @@ class Service:
 
     async def prompt_limit(self) -> int:
         """Return how many tokens a prompt may have: a quarter is for the answer."""
-        if not self.chat.contexts:  # the endpoint may have started after us
-            with suppress(Failure):
+        if not (self.settings.context_tokens or self.chat.contexts):
+            with suppress(Failure):  # the endpoint may have started after us
                 await self.chat.list_models()
+            # Later turns do not wait for the list. GET /health asks for it again.
+            self.chat.contexts.setdefault(self.chat.model, 0)
         return self.context_size(self.chat.model) * 3 // 4
 
     def context_size(self, model: str) -> int:
@@ -901,7 +908,9 @@ class Service:
                 raise RequestRefused from failure
             raise
         reply = ReplyParser()
-        parts = reply.feed(completion) + reply.finish()
+        parts = reply.feed(completion)
+        if reply.finish_reason:  # without one, the answer has no choices
+            parts += reply.finish()
         if reply.finish_reason == "length":
             raise RequestRefused("the answer was cut at its length")
         self.has_learned = True

@@ -556,7 +556,7 @@ class Turn:
         id = f"{self.session_id}/{self.number}"
         turn = {"id": id, "ended_at": now(), "query": self.query}
         verdicts, operations = [], []
-        for text in map(one_line, items[:20]):
+        for text in map(one_line, items):
             rule = forbidden(text) or ("length" if len(split_words(text)) < 2 else "")
             if not rule and word_set(text).isdisjoint(said):
                 rule = "the user did not say it"
@@ -689,7 +689,9 @@ class Learner:
                 self.given_up += 1
         long = 2 * self.settings.history_turns
         for session_id in {session_of(t) for t in batch if t["turn"] > long}:
-            await self.summarize(user, session_id)
+            with suppress(NotFound):  # the session was deleted meanwhile
+                while await self.summarize(user, session_id):
+                    pass
         return True
 
     def next_batch(
@@ -726,7 +728,10 @@ class Learner:
         for rule in dropped:
             log.info("an operation was dropped by the rule: %s", rule)
         self.dropped += len(dropped)
-        return operations
+        # Of several changes of one fact, the last wins. Adds come last, because one may
+        # add again what another operation deletes.
+        changes = {one.fact["id"]: one for one in operations if one.fact}
+        return [*changes.values(), *(one for one in operations if not one.fact)]
 
     async def facts_to_show(
         self, user: "User", batch: list[TurnRow], budget: int
@@ -752,28 +757,31 @@ class Learner:
                 return [operation]
             assistant = before.partition("\nassistant: ")[2]
             said = await self.ask_about("said", text, assistant, query)
-            return [operation] if is_said(said, query) else []
+            return [operation] if is_said(said or "", query) else []
         if is_clear(op, fact["text"], text, query, before):
             return [operation]
         left = await self.ask_about("still_true", fact["text"], before, query)
-        if not left:  # nothing is still true, so the change is right
+        if left is None:  # nothing is still true, so the change is right
             return [operation]
         # Some of the fact is still true, so an update's text is added beside it.
-        added = []
+        added: list[Operation] = []
         if op == "update":
-            added = await self.confirm(operation._replace(op="add", fact=None))
+            with suppress(RequestRefused):  # a useless answer drops the text alone
+                added = await self.confirm(operation._replace(op="add", fact=None))
         if is_fact_without_words(left, fact["text"]):
-            rest = operation._replace(op="update", text=left)
-            rest = rest._replace(kind=fact["kind"], importance=fact["importance"])
-            return [rest, *added]
+            shorter = operation._replace(op="update", text=left)
+            shorter = shorter._replace(kind=fact["kind"], importance=fact["importance"])
+            return [shorter, *added]
         if op == "delete" and share_word(fact["text"], query):
             # The answer is no part of the fact, but the whole or other words. The user
             # named the fact, so the model's first answer counts.
             return [operation]
         return added
 
-    async def ask_about(self, name: str, about: str, before: str, query: str) -> str:
-        """Ask the model one thing about one fact. Null is an empty text."""
+    async def ask_about(
+        self, name: str, about: str, before: str, query: str
+    ) -> str | None:
+        """Ask the model one thing about one fact."""
         subject, key, rules, examples = QUESTIONS[name]
         question = {subject: about, "before": before} if before else {subject: about}
         question["message"] = cut_redacted(query, 500)
@@ -781,16 +789,17 @@ class Learner:
         messages += itertools.chain.from_iterable(exchange(*e) for e in examples)
         messages.append(as_message("user", question))
         schema = json_schema(name, {key: {"type": ["string", "null"]}})
-        return one_line(await self.ask(messages, schema, key, str | None))
+        answer = await self.ask(messages, schema, key, str | None)
+        return None if answer is None else one_line(answer)
 
-    async def summarize(self, user: "User", session_id: str) -> None:
-        """Fold the oldest turns of a session into its summary, if it is long."""
+    async def summarize(self, user: "User", session_id: str) -> bool:
+        """Fold old turns of a long session into its summary. Tell whether it did."""
         keep = self.settings.history_turns
         transcript = await user.read_session(session_id)
         # At most 2 * keep in one call, because only a few words each of more would fit.
         old: list[Any] = transcript.verbatim()[:-keep][: 2 * keep]
         if len(old) <= keep:
-            return
+            return False
         # The turns get a sixth of the context, and the summary so far gets another.
         max_bytes = BYTES_PER_TOKEN * self.memory.limits().context_tokens // 6
         size = max_bytes // (2 * len(old))
@@ -806,8 +815,8 @@ class Learner:
             summary = await self.ask(prompt, schema, "summary", str)
         except (ConnectionError, RequestRefused) as error:
             log.warning("no summary, until the next turn: %r", error)
-        else:
-            await user.save_summary(session_id, old, cut_middle(summary, 8000))
+            return False
+        return await user.save_summary(session_id, old, cut_middle(summary, 8000))
 
     async def ask(
         self, messages: list[Message], schema: Json, key: str, expected_type: Any
@@ -968,21 +977,23 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """Return a field of the JSON in a model's answer, or raise RequestRefused.
 
     A model may think first, and write text around the JSON. Weak models write one
-    operation in place of the list or of the whole answer.
+    operation in place of the list, or operations in place of the whole answer.
     """
     # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
     # put it. A text that begins with JSON is no thought.
     text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
-    for match in itertools.islice(re.finditer("{", text), 200):
+    for match in itertools.islice(re.finditer(r"[{\[]", text), 200):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
-        if key in value and isinstance(value[key], expected_type):
-            return value[key]
-        operation = value.get(key, value)
-        if expected_type is list and isinstance(operation, dict) and "op" in operation:
-            return [operation]
+        if isinstance(value, dict):
+            if key in value and isinstance(value[key], expected_type):
+                return value[key]
+            value = [value.get(key, value)]
+        are_operations = [isinstance(one, dict) and "op" in one for one in value]
+        if expected_type is list and value and all(are_operations):
+            return value
     raise RequestRefused(f"no {key} in the model's answer")
 
 
@@ -1011,7 +1022,7 @@ class Operation(NamedTuple):
     text: str  # the new fact; "" for delete
     kind: str
     importance: float
-    turn: Any  # an TurnRow: where the user said it
+    turn: Any  # the TurnRow where the user said it
 
 
 def check_operations(
@@ -1026,14 +1037,10 @@ def check_operations(
     checked = [check_operation(one, facts, batch) for one in proposals]
     dropped = [rule for rule in checked if isinstance(rule, str)]
     passed = [one for one in checked if isinstance(one, Operation)]
-    # Of several operations on one fact, the last wins. So the newest turn comes last.
-    # Within a turn an update comes after a delete, because weak models write both for
-    # "I left Shell for Total".
+    # The newest turn comes last. Within a turn a delete comes before an update (False
+    # sorts first), because weak models write both for "I left Shell for Total".
     passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
-    changes = {one.fact["id"]: one for one in passed if one.fact}
-    adds = [one for one in passed if not one.fact]
-    # Adds come last, because one may add again what another operation deletes.
-    return [*changes.values(), *adds], dropped
+    return passed, dropped
 
 
 def check_operation(
@@ -1083,7 +1090,8 @@ def is_clear(op: str, fact_text: str, text: str, query: str, before: str) -> boo
     its text shares a word with what was said, and the fact shares one with either.
     """
     if op == "delete":
-        return content_words(fact_text) <= content_words(query)
+        words = content_words(fact_text)
+        return bool(words) and words <= content_words(query)
     is_stated = share_word(text, query) or share_word(text, before)
     return is_stated and (share_word(fact_text, query) or share_word(fact_text, text))
 
@@ -1150,9 +1158,9 @@ class FactStore:
             return
         text, turn = operation.text, operation.turn
         twin = find_duplicate(self.facts, text)
-        if twin and twin["id"] != id:
+        if twin:
             self.count_again(twin, turn)
-            if operation.op == "update":
+            if operation.op == "update" and twin["id"] != id:
                 self.mem0.delete(id)  # the updated fact would only repeat its twin
             return
         new: Json = {"kind": operation.kind, "importance": operation.importance}
@@ -1199,8 +1207,14 @@ class FactStore:
     def add_history(
         self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
     ) -> None:
-        row = {"memory_id": memory_id, "event": event, "at": now()}
-        self.history.append(row | {"old_memory": old, "new_memory": new})
+        row: HistoryRow = {
+            "memory_id": memory_id,
+            "event": event,
+            "at": now(),
+            "old_memory": old,
+            "new_memory": new,
+        }
+        self.history.append(row)
         del self.history[:-MAX_HISTORY]
 
     def embed(self, text: str, memory_action: str) -> None:
@@ -1595,6 +1609,14 @@ def is_card(number: str) -> bool:
 # --- One user ---
 
 
+class HistoryRow(TypedDict):
+    memory_id: str
+    event: str  # ADD, UPDATE or DELETE
+    at: Timestamp
+    old_memory: str | None
+    new_memory: str | None
+
+
 @dataclass(frozen=True)
 class Record:
     """What memory.json holds. It is replaced as a whole, never changed."""
@@ -1602,7 +1624,7 @@ class Record:
     name: str
     facts: dict[str, Fact]  # by id
     learned: dict[str, int]  # session_id → last turn
-    history: list[Json]  # oldest first
+    history: list[HistoryRow]  # oldest first
 
 
 class SummaryRow(TypedDict):
@@ -1742,17 +1764,18 @@ class User:
         self._forget_turns(batch)
 
     @on_disk
-    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> None:
+    def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
         """Save a summary of a session's oldest turns, unless they are gone."""
         self._load()
         transcript = read_transcript(self.folder, session_id)
         if not summary.strip() or transcript.verbatim()[: len(old)] != old:
-            return
+            return False
         row = {"summary": summary.strip(), "turn": old[-1]["turn"]}
         table = open_database(self.folder, session_id).table("summary")
         table.upsert(Document(row, doc_id=1))
+        return True
 
-    def _fact_history(self, fact_id: str) -> list[Json]:
+    def _fact_history(self, fact_id: str) -> list[HistoryRow]:
         """Return what happened to a fact, oldest first."""
         self._load()
         rows = [row for row in self.record.history if row["memory_id"] == fact_id]
@@ -1766,12 +1789,11 @@ class User:
     def delete_fact(self, fact_id: str) -> None:
         """Delete a fact, its vector and its history."""
         rows = self._fact_history(fact_id)
-        # Rows of another id with one of its texts go, too: the fact may have been
+        # Rows of other ids that hold one of its texts go, too: the fact may have been
         # forgotten, and learned again under a new id.
-        keys = ("old_memory", "new_memory")
-        texts = {row[key] for row in rows for key in keys} - {None}
+        texts = {text for row in rows for text in texts_of(row)} - {None}
         rest = self.record.history
-        history = [row for row in rest if texts.isdisjoint(row[key] for key in keys)]
+        history = [row for row in rest if texts.isdisjoint(texts_of(row))]
         facts = {id: fact for id, fact in self.record.facts.items() if id != fact_id}
         self._replace_facts(replace(self.record, facts=facts, history=history))
 
@@ -1817,7 +1839,7 @@ class User:
         if not paths:
             raise NotFound("session")
         # A kill may stop this, and then the client repeats it. A session without a file
-        # is a 404, so the marker goes last, and its name is the last.
+        # is a 404, so the marker goes last: ".unlearned" is the last of their names.
         for path in paths:
             path.unlink()
         sync_folder(self.folder)
@@ -1910,6 +1932,10 @@ def unlearned_turn(session_id: str, row: Any, last: TurnRow | None) -> TurnRow:
         query, response = before_text(last["query"]), before_text(last["response"])
         before = f"user: {query}\nassistant: {response}"
     return row | {"id": f"{session_id}/{row['turn']}", "before": before}
+
+
+def texts_of(row: HistoryRow) -> tuple[str | None, str | None]:
+    return row["old_memory"], row["new_memory"]
 
 
 def before_text(text: str) -> str:
