@@ -40,7 +40,6 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 import main
 import memory
@@ -53,6 +52,7 @@ CITIES = ["Lisbon", "Cairo", "Oslo", "Quito", "Hanoi", "Lima", "Seoul", "Perth",
 VISITS = [f"User visited {city}." for city in CITIES]
 CLOSED_URL = "http://127.0.0.1:9/v1"  # refuses connections
 ROOT = Path(main.__file__).parent
+SERVICE = ["-m", "uvicorn", "main:app", "--port", "0"]
 pytestmark = pytest.mark.anyio  # runs the tests that are `async def`
 
 
@@ -119,7 +119,7 @@ def delete(number, said):
 def bag_of_words(text):
     """Return a vector that is near those of texts with the same words."""
     vector = np.full(256, 1e-3, "<f4")
-    for word in re.findall(r"\w+", text.lower()):
+    for word in re.findall(r"\w+", text.lower().replace("peru", "lima")):  # a synonym
         vector[zlib.crc32(word.encode()) % 256] += 1
     return vector
 
@@ -189,6 +189,8 @@ class Model(ScriptedLearner):
         self.headers = []  # of all requests
         self.ranked = []  # the bodies of rerank requests
         self.models = {"data": [{"id": "test-model", "max_model_len": 8192}]}
+        self.as_sent = lambda rows: rows
+        self.sends_numbers = False  # in place of base64
         self.go_on = threading.Event()
         self.client_left = False  # during a PAUSE
         self.app = FastAPI(dependencies=[Depends(self.keep_headers)])
@@ -231,8 +233,11 @@ class Model(ScriptedLearner):
 
     async def embeddings(self, body: dict):
         vectors = await self.embed(body["input"])
-        vectors = [base64.b64encode(vector).decode() for vector in vectors]
-        return {"data": [{"index": n, "embedding": v} for n, v in enumerate(vectors)]}
+        sent = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+        if self.sends_numbers:  # some servers do not know base64
+            sent = [vector.tolist() for vector in vectors]
+        rows = [{"index": n, "embedding": v} for n, v in enumerate(sent)]
+        return {"data": self.as_sent(rows)}
 
     async def rerank(self, body: dict):
         self.ranked.append(body)
@@ -341,9 +346,6 @@ def serve(app, **options):
         thread.join()
 
 
-SERVICE = ["-m", "uvicorn", "main:app", "--port", "0"]
-
-
 @contextmanager
 def process(folder, model, command=SERVICE, **settings):
     """Run the service as another process. Yield the process and a client."""
@@ -432,8 +434,9 @@ async def say(opened, query, response="Noted.", user="ann", session=MONDAY):
 
 
 async def say_and_learn(opened, *said, **place):
+    """Save a turn, wait until it is learned and return the texts of the facts."""
     await say(opened, *said, **place)
-    await facts_of(opened)  # waits until it is learned
+    return await facts_of(opened)
 
 
 async def teach(opened, learner, *facts, session=MONDAY, **fields):
@@ -458,15 +461,6 @@ async def eventually(condition):
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def set_last_seen(folder, when):
-    """Change when all of Ann's facts were last said."""
-    file = folder / "ann" / "memory.json"
-    content = json.loads(file.read_text())
-    for fact in content["facts"].values():
-        fact["last_seen_at"] = when.isoformat()
-    file.write_text(json.dumps(content))
 
 
 def files_with(folder, *texts):
@@ -517,7 +511,7 @@ def test_two_users_share_nothing(chat, model, tea):
     assert "tea" not in json.dumps(model.requests[-1])
 
 
-# --- A request ---
+# --- A request and its answer ---
 
 
 @cases(
@@ -546,7 +540,6 @@ def test_every_allowed_request_is_answered(start, model, fields):
     ("session is no UUID", {"session_id": "monday"}),
     ("no message", {"message": ""}),
     ("long message", {"message": "a" * 32_001}),
-    ("reasoning is no bool", {"reasoning_mode": "often"}),
     ("unknown field", {"temperature": 1}),
 )
 def test_a_wrong_request_is_refused_and_the_model_is_not_asked(chat, model, wrong):
@@ -556,70 +549,60 @@ def test_a_wrong_request_is_refused_and_the_model_is_not_asked(chat, model, wron
     assert model.requests == []
 
 
-@cases(
-    "kind, content, status",  # the type and the content of a body, and the status
-    ("text, as any page can post", "text/plain", json.dumps(HELLO), 422),
-    ("too large", "application/json", b" " * 1001, 413),
-    ("too large, in chunks", "application/json", [b" " * 1001], 413),
-)
-def test_a_body_of_another_type_or_size_is_refused(start, kind, content, status):
-    headers = {"Content-Type": kind}
+def test_a_body_of_another_type_or_size_is_refused(start):
+    is_text = {"Content-Type": "text/plain"}  # as any web page can post
     with start(max_body_bytes=1000) as chat:
-        response = chat.http.post("/chat", content=content, headers=headers)
-    assert response.status_code == status
+        text = chat.http.post("/chat", content=json.dumps(HELLO), headers=is_text)
+        large = chat.http.post("/chat", json=HELLO | {"message": "a" * 1000})
+    assert (text.status_code, large.status_code) == (422, 413)
 
 
-@cases(
-    "value, known",
-    ("off", "off", False),
-    ("another word", "title", False),
-    ("true", "true", True),
-    ("1", "1", True),
-)
-def test_a_header_switches_memory_off(chat, model, tea, value, known):
+@pytest.mark.parametrize("value", ["off", "title", "true", "1"])
+def test_a_header_switches_memory_off(chat, model, tea, value):
     headers, body = {"X-Memory": value}, HELLO | {"session_id": TUESDAY}
     chat.http.post("/chat", json=body, headers=headers)
     chat.post("Hello", headers, user="ann", metadata={"session_id": TUESDAY})
     sent = [json.dumps(body["messages"]) for body in model.requests[-2:]]
-    assert ["likes tea" in messages for messages in sent] == [known, known]
-    assert len(chat.turns(session=TUESDAY)) == 2 * known
+    is_on = value in ("true", "1")
+    assert ["likes tea" in messages for messages in sent] == [is_on, is_on]
+    assert len(chat.turns(session=TUESDAY)) == 2 * is_on
 
 
-# --- An answer ---
-
-
-def test_an_answer_comes_in_events_and_ends_with_done(chat, model):
+def test_an_answer_comes_in_events_and_is_on_disk_before_done(chat, model):
     model.answers = [reply("Hel", "lo.")]
-    memory_event, first, second, done = chat.ask("Hi!")
+    with chat.stream("Hi!") as events:
+        memory_event, first, second, done = (next(events) for _ in range(4))
+        [turn] = chat.turns()
     fields = {"facts": [], "pending": 0, "degraded": ["embeddings"]}  # no model of them
     assert memory_event == fields | {"type": "memory"}
     assert first == {"type": "token", "round": 1, "text": "Hel"}
     assert second == {"type": "token", "round": 1, "text": "lo."}
     end = {"type": "done", "response": "Hello.", "turn": 1, "rounds": 1}
     assert done == end | {"finish_reason": "stop", "usage": None}
+    expected = {"turn": 1, "query": "Hi!", "response": "Hello.", "status": "complete"}
+    assert turn | expected == turn
 
 
 def test_a_tool_is_run_and_its_result_goes_back_to_the_model(chat, model):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
     counted = {"choices": [], "usage": usage}
     said = [{"reasoning_content": "Hm."}, {"content": "Let me see."}, counted]
-    model.answers = [said + tool_call("calculate", expression="6 * 7")]
-    model.answers += [[counted, *reply("42.")]]
+    calls = tool_call("calculate", expression="6 * 7")
+    model.answers = [said + calls, [counted, *reply("42.")]]
     _, thinking, _, thought, called, result, _, done = chat.ask("What is 6 * 7?")
     assert thinking == {"type": "thinking", "round": 1, "text": "Hm."}
     assert thought == {"type": "thought", "round": 1, "text": "Let me see."}
     usual = {"round": 1, "id": "call_1", "name": "calculate"}
-    arguments = {"expression": "6 * 7"}
+    arguments, outcome = {"expression": "6 * 7"}, {"ok": True, "content": "42"}
     assert called == usual | {"type": "tool_call", "arguments": arguments}
     assert isinstance(result.pop("ms"), int)
-    assert result == usual | {"type": "tool_result", "ok": True, "content": "42"}
+    assert result == usual | {"type": "tool_result"} | outcome
     assert (done["response"], done["rounds"]) == ("42.", 2)
     assert done["usage"] == {name: 2 * count for name, count in usage.items()}
     sent = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
     assert model.requests[1]["messages"][-1] == sent
-    [row] = chat.turns()[0]["tools"]
-    kept = {"name": "calculate", "ok": True, "content": "42", "arguments": arguments}
-    assert row == kept
+    kept = {"name": "calculate", "arguments": arguments} | outcome
+    assert chat.turns()[0]["tools"] == [kept]
 
 
 def test_silence_is_broken_by_pings(start, model):
@@ -671,8 +654,9 @@ def test_only_turns_of_one_session_wait_for_each_other(chat, model):
 
 # --- Streams of many servers ---
 
-
 HI = reply("Hi")
+FOUR = {"content": "Four."}
+SUM = '{"expression": "2+3"}'
 
 
 def read_reply(parts):
@@ -688,8 +672,7 @@ def read_reply(parts):
 @cases(
     "parts, answer, thinking",
     ("nulls", [{"content": None, "tool_calls": None}, *HI], "Hi", ""),
-    ("no choices", [{"choices": None}, *HI], "Hi", ""),
-    ("a null choice", [{"choices": [None]}, *HI], "Hi", ""),
+    ("no choices", [{"choices": None}, {"choices": [None]}, *HI], "Hi", ""),
     ("another choice", [{"choices": [{"index": 1, "delta": HI[0]}]}, *HI], "Hi", ""),
     ("two parts", [{"content": [{"text": "H"}, {"text": "i"}]}, "stop"], "Hi", ""),
     ("thinking parts", [{"content": [{"thinking": []}]}, *HI], "Hi", ""),
@@ -711,9 +694,6 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
     assert read_reply(parts) == ([], answer, thinking)
 
 
-SUM = '{"expression": "2+3"}'
-
-
 @cases(
     "parts, number",  # pieces of calls of add(2+3), and how many they make
     ("by index", [call(0, "a", "add", ""), call(0, None, None, SUM), "stop"], 1),
@@ -724,6 +704,8 @@ SUM = '{"expression": "2+3"}'
     ("an object", [call(0, "a", "add", json.loads(SUM)), "tool_calls"], 1),
     ("two", [call(0, "a", "add", SUM), call(1, "b", "add", SUM), "stop"], 2),
     ("two by id", [*(call(None, id, "add", SUM) for id in "ab"), "stop"], 2),
+    ("id, then no index", [call(0, "a", "add"), call(None, "a", None, SUM), "stop"], 1),
+    ("a null", [{"tool_calls": [None]}, call(0, "a", "add", SUM), "stop"], 1),
 )
 def test_calls_are_put_together_from_their_pieces(parts, number):
     made = [each["function"] for each in read_reply(parts)[0]]
@@ -732,16 +714,12 @@ def test_calls_are_put_together_from_their_pieces(parts, number):
     assert sums == [json.loads(SUM)] * number
 
 
-FOUR = {"content": "Four."}
-
-
 @cases(
     "parts",  # all say "Four."
     ("comments", [b": PROCESSING\n\n", {"content": "Fo"}, b":\n\n", *reply("ur.")]),
-    ("a comment behind an id", [b"id: 1\n", FOUR, b": ping\n\nid: 2\n", "stop"]),
+    ("ids", [b"id: 1\n", FOUR, b": ping\n\nid: 2\n", "stop"]),
     ("a comment inside data", [b"data: : keepalive\n\n", FOUR, "stop"]),
-    ("empty data", [b"data:\n\n", FOUR, b"event: ping\ndata: \n\n", "stop"]),
-    ("pings", [b"event: ping\n\ndata: null\n\ndata: {}\n\n", FOUR, "stop"]),
+    ("pings", [b"data:\n\nevent: ping\n\ndata: null\n\ndata: {}\n\n", FOUR, "stop"]),
     ("a BOM", [b"\xef\xbb\xbf", FOUR, "stop"]),
     ("CR LF", [(chunk(FOUR) + chunk("stop")).replace("\n", "\r\n").encode()]),
     ("no space", [chunk(FOUR).replace(": ", ":", 1).encode(), "stop"]),
@@ -833,64 +811,47 @@ def test_a_failed_turn_is_learned_but_not_replayed(chat, model):
     assert [m["role"] for m in model.requests[1]["messages"]] == ["system", "user"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
-def test_our_own_errors_on_v1_have_openais_shape(start, monkeypatch, caplog, path):
+@pytest.mark.parametrize("base", ["/v1", ""])
+def test_our_own_errors_on_v1_have_openais_shape(start, monkeypatch, caplog, base):
+    path = f"{base}/chat/completions"
     with start(openai_base_url=None) as chat:
-        responses = [chat.post("Hi!", path=path), chat.post([], path=path)]
-        responses += [
-            chat.post("Hi!", path=path, user="a/b"),
-            chat.post(["Hi!"], path=path),
-        ]
         assert "OPENAI_BASE_URL" in chat.http.post("/chat", json=HELLO).json()["detail"]
-        responses += [chat.http.get(path)]
-        responses += [
-            chat.post("Hi!", path=path.replace("chat/completions", "responses"))
-        ]
+        answers = [chat.post(messages, path=path) for messages in ("Hi!", [], ["Hi!"])]
+        answers += [chat.post("Hi!", path=path, user="a/b"), chat.http.get(path)]
+        answers += [chat.post("Hi!", path=f"{base}/responses")]
     with start() as chat:
         monkeypatch.setattr(memory.Memory, "turn", None)  # a bug of ours
-        responses += [chat.post("Hi!", path=path, user="ann")]
+        answers += [chat.post("Hi!", path=path, user="ann")]
         last = chat.ask("Hi!")[-1]
-    assert [response.status_code for response in responses] == [
-        503,
-        400,
-        400,
-        400,
-        405,
-        404,
-        500,
-    ]
-    assert "OPENAI_BASE_URL" in responses[0].json()["error"]["message"]
-    assert "/v1/chat/completions" in responses[5].json()["error"]["message"]
-    for response in responses:
-        names = response.json()["error"].keys()
-        assert names == {"message", "type", "param", "code"}
-    assert last["code"] == responses[-1].json()["error"]["code"] == "internal"
+    statuses = [answer.status_code for answer in answers]
+    assert statuses == [503, 400, 400, 400, 405, 404, 500]
+    errors = [answer.json()["error"] for answer in answers]
+    assert all({*error} == {"message", "type", "param", "code"} for error in errors)
+    assert "OPENAI_BASE_URL" in errors[0]["message"]
+    assert "/v1/chat/completions" in errors[5]["message"]
+    assert last["code"] == errors[6]["code"] == "internal"
     assert "NoneType" not in last["message"] and "Traceback" in caplog.text
 
 
 @cases(
-    "settings, name, logged",
-    ("it answers", {}, "test-model", "test-model"),
-    ("it is down", {"openai_base_url": CLOSED_URL}, "unreachable", CLOSED_URL),
-    ("not set", {"openai_base_url": None}, "not configured", "OPENAI_API_KEY"),
+    "settings, name",
+    ("it answers", {}, "test-model"),
+    ("it is down", {"openai_base_url": CLOSED_URL}, "unreachable"),
+    ("not set", {"openai_base_url": None}, "not configured"),
 )
-def test_health_and_log_say_what_works(start, caplog, settings, name, logged):
-    caplog.set_level("INFO")
+def test_health_says_what_works(start, settings, name):
     status = "degraded" if settings else "ok"
     expected = {"degraded": {}, "pending": 0, "given_up": 0, "dropped": 0}
     with start(**settings) as chat:
         assert chat.health() == {"status": status, "model": name, **expected}
         heads = [chat.http.head(path) for path in ("/", "/health")]
     assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * 2
-    for words in (logged, "No API_KEY", str(chat.folder)):
-        assert words in caplog.text
 
 
 @cases(
     "models, chat_model, name",
     ("an array", [{"id": "first"}], "", "first"),
-    ("embeddings first", {"data": [{"id": "embed-3"}, {"id": "gpt"}]}, "", "gpt"),
-    ("a reranker first", {"data": [{"id": "reranker"}, {"id": "gpt"}]}, "", "gpt"),
+    ("others", {"data": [{"id": "embed"}, {"id": "rerank"}, {"id": "gpt"}]}, "", "gpt"),
     ("no list, but one is set", {"data": None}, "mine", "mine"),
 )
 def test_a_model_is_found_in_any_list(start, model, models, chat_model, name):
@@ -900,16 +861,9 @@ def test_a_model_is_found_in_any_list(start, model, models, chat_model, name):
         assert chat.health()["model"] == model.requests[0]["model"] == name
 
 
-@cases(
-    "answer",
-    ("400", fails(400)),
-    ("401", fails(401)),
-    ("503", fails(503)),
-    ("an error under status 200", fails(200)),
-    ("an error in a choice", JSONResponse({"choices": [{"finish_reason": "error"}]})),
-)
-def test_an_endpoint_that_refuses_all_learning_is_asked_again(chat, model, answer):
-    model.operations = [answer] * 8
+@pytest.mark.parametrize("status", [200, 400, 401, 503])
+def test_an_endpoint_that_refuses_all_learning_is_asked_again(chat, model, status):
+    model.operations = [fails(status)] * 8
     chat.ask("I like tea.")
     wait_until(lambda: len(model.learnings) > 3)
     health = chat.health()
@@ -928,33 +882,20 @@ def test_after_a_good_call_a_turn_is_given_up_that_fails_three_times(chat, model
     assert (chat.facts(), chat.health()["status"]) == (["User skis."], "ok")
 
 
-@cases(
-    "as_sent",  # turns the rows into what the server sends; for [] it answers 400
-    ("turned order", lambda rows: rows[::-1]),
-    ("no index 0", lambda rows: [{"embedding": rows[0]["embedding"]}, *rows[1:]]),
-    ("at most 10", lambda rows: rows if len(rows) <= 10 else []),
-)
-def test_vectors_are_read_however_they_are_sent(start, model, as_sent):
-    app = FastAPI()
-
-    @app.post("/v1/embeddings")
-    def embeddings(body: dict):
-        inputs = [text.replace("Peru", "Lima") for text in body["input"]]  # synonyms
-        vectors = [bag_of_words(text).tolist() for text in inputs]
-        data = as_sent([{"index": n, "embedding": v} for n, v in enumerate(vectors)])
-        return {"data": data} if data else fails(400, "batch size is invalid")
-
-    options = {"embedding_model": "any", "embedding_timeout": 20, "hint_tokens": 1}
+def test_vectors_are_read_by_their_indexes(start, model):
+    model.sends_numbers = True
+    # Gemini leaves out an index of 0.
+    model.as_sent = lambda rows: [*rows[:0:-1], {"embedding": rows[0]["embedding"]}]
     facts = [*VISITS[:6], "User likes tea.", "User skis a lot.", "User plays chess."]
     model.operations = [[add(fact, fact) for fact in facts]]
-    with serve(app) as url, start(**options, embedding_base_url=f"{url}/v1") as chat:
+    with start(embedding_model="any", embedding_timeout=20, hint_tokens=1) as chat:
         chat.ask(" ".join(facts))
-        found = {"query": "I saw Peru", "k": 1}
-        wait_until(lambda: chat.facts(**found) == ["User visited Lima."])
+        lima = ["User visited Lima."]
+        wait_until(lambda: chat.facts(query="I saw Peru", k=1) == lima)
         assert chat.health()["degraded"] == {}
 
 
-# --- Tools ---
+# --- Tools, in a turn and alone ---
 
 
 def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatch):
@@ -965,10 +906,9 @@ def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatc
         return second_ran.set() if is_second else second_ran.wait(10)
 
     monkeypatch.setitem(tools.TOOLS, "meet", meet)
-    flags = [json.dumps({"is_second": flag}) for flag in (False, True)]
-    model.answers = [
-        [call(0, "a", "meet", flags[0]), call(1, "b", "meet", flags[1]), "stop"]
-    ]
+    first, second = '{"is_second": false}', '{"is_second": true}'
+    calls = [call(0, "a", "meet", first), call(1, "b", "meet", second)]
+    model.answers = [[*calls, "stop"]]
     chat.ask("Go!")
     results = model.requests[1]["messages"][-2:]
     assert [result["content"] for result in results] == ["true", "null"]
@@ -1045,9 +985,6 @@ def test_with_reasoning_a_task_is_planned_and_the_plan_changed(chat, model):
     assert choices == [plan, None, None, None]
     result = model.requests[2]["messages"][-1]["content"]  # after round 2 of 8
     assert re.search(r"(?s)^Error.*Convert.*Square.*\b6\b", result)
-
-
-# --- tools.py alone ---
 
 
 def run_tool(function, arguments, timeout=5):
@@ -1136,26 +1073,23 @@ EXAMPLE = "".join(re.findall(r"(?m)^    .*\n", memory.__doc__))  # in a coroutin
 RUN = f"import asyncio\nfrom memory import *\nasync def f():\n{EXAMPLE}asyncio.run(f())"
 
 
-def run_copied(code, folder, *modules):
-    """Run code beside copies of these modules and return what it prints."""
-    for module in modules:
-        shutil.copy(ROOT / f"{module}.py", folder)
-    command = [sys.executable, "-B", "-c", code]
-    options = {"cwd": folder, "env": {"HOME": str(folder)}, "text": True}
-    done = subprocess.run(command, check=True, capture_output=True, **options)
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 @cases(
-    "module, code, printed",
-    ("a tool of one's own", "tools", f"from tools import tool\n{TOOL}", ""),
-    ("the library", "memory", LIBRARY, "'User likes tea.'"),
-    ("memory's docstring", "memory", RUN, ""),  # it prints nothing, but saves
+    "names, code, printed",  # the names of the copied modules
+    ("a tool of one's own", ["tools"], f"from tools import tool\n{TOOL}", ""),
+    ("the library", ["memory"], LIBRARY, "'User likes tea.'"),
+    ("memory's docstring", ["memory"], RUN, ""),  # it prints nothing, but saves
+    ("imports", ["main", "memory", "tools"], "import main, memory, tools", ""),
 )
-def test_an_example_runs_beside_one_copied_module(tmp_path, module, code, printed):
-    assert printed in run_copied(code, tmp_path, module)
-    assert bool(list(tmp_path.glob("data/*/*.json"))) == (module == "memory")
+def test_code_runs_beside_copied_modules(tmp_path, names, code, printed):
+    for name in names:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    options = {"cwd": tmp_path, "env": {"HOME": str(tmp_path)}, "text": True}
+    command = [sys.executable, "-B", "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, **options)
+    assert printed in done.stdout and "Traceback" not in done.stderr
+    made = {path.stem for path in tmp_path.iterdir()} - {*names}
+    assert made == ({"data"} if names == ["memory"] else set())
+    assert bool([*tmp_path.glob("data/*/*.json")]) == bool(made)
 
 
 def test_the_demo_prints_what_the_page_shows(model, tmp_path):
@@ -1173,17 +1107,13 @@ def test_the_demo_prints_what_the_page_shows(model, tmp_path):
 
 # --- Settings ---
 
+BAD = ["HINT_TOKENS=-1", "HISTORY_TURNS=0", "TOOL_TIMEOUT=0", "UPSTREAM_TIMEOUT=inf"]
+BAD += ["CHAT_EXTRA_BODY=[1]", "OPENAI_BASE_URL=localhost:8000/v1"]
 
-@cases(
-    "name, value",
-    ("negative", "HINT_TOKENS", "-1"),
-    ("zero", "HISTORY_TURNS", "0"),
-    ("no time", "TOOL_TIMEOUT", "0"),
-    ("no limit", "UPSTREAM_TIMEOUT", "inf"),
-    ("no object", "CHAT_EXTRA_BODY", "[1]"),
-    ("no URL", "OPENAI_BASE_URL", "localhost:8000/v1"),
-)
-def test_a_bad_setting_ends_the_start_with_one_line(name, value):
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_setting_ends_the_start_with_one_line(bad):
+    name, value = bad.split("=")
     with pytest.raises(SystemExit) as raised:
         main.Settings.read({name: value})
     assert name in str(raised.value)
@@ -1195,26 +1125,25 @@ def test_settings_are_read_from_the_environment_by_their_upper_case_names(caplog
     environment |= {"ALLOWED_HOSTS": "a.example, b.example", "QUIET": "of another"}
     settings = main.Settings.read(environment | {"SUMMARIES": "off"})
     assert (settings.hint_tokens, settings.tool_timeout) == (0, 2.5)
-    assert settings.data_dir == Path("/tmp/here")
+    assert (settings.data_dir, settings.max_rounds) == (Path("/tmp/here"), 8)
     assert list(settings.allowed_hosts) == ["a.example", "b.example"]
-    assert settings.max_rounds == 8
     assert "SUMMARIES" in caplog.text
 
 
 def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model):
-    other, names = Model(), ["chat", "memory", "rerank"]
+    other = Model()
     model.operations = [[add(visit, visit) for visit in VISITS]]
     keys = {"openai_api_key": "1", "embedding_api_key": "2", "rerank_api_key": "2"}
-    models = {f"{name}_model": name for name in names}
+    models = {"chat_model": "chat", "memory_model": "memory", "rerank_model": "rerank"}
     with serve(other.app) as url:
-        keys |= dict.fromkeys(["embedding_base_url", "rerank_base_url"], f"{url}/v1")
-        with start(**keys, **models, hint_tokens=1) as chat:
+        urls = {"embedding_base_url": f"{url}/v1", "rerank_base_url": f"{url}/v1"}
+        with start(**keys, **models, **urls, hint_tokens=1) as chat:
             chat.ask(" ".join(VISITS))
             chat.facts(query="Lima or Oslo")
     assert {headers["Authorization"] for headers in model.headers} == {"Bearer 1"}
     assert {headers["Authorization"] for headers in other.headers} == {"Bearer 2"}
     asked = [model.requests[0], model.learnings[0], other.ranked[0]]
-    assert [request["model"] for request in asked] == names
+    assert [request["model"] for request in asked] == [*models.values()]
 
 
 def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
@@ -1230,7 +1159,7 @@ def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
     assert model.learnings[0]["max_tokens"] == 8192  # models write less than they read
 
 
-# --- A user's data ---
+# --- A user's data, and what is deleted ---
 
 
 def test_a_fact_is_listed_with_all_its_fields_and_has_a_history(chat, tea):
@@ -1278,9 +1207,6 @@ def test_what_does_not_exist_is_404_and_makes_nothing(chat, tea, method, path):
     assert not (chat.folder / "eve").exists()
 
 
-# --- What is deleted is gone ---
-
-
 @cases(
     "path, gone, facts_left, status_again",
     ("a fact", "/memories/{id}", ["User likes saffron.", "{id}"], 1, 404),
@@ -1289,10 +1215,8 @@ def test_what_does_not_exist_is_404_and_makes_nothing(chat, tea, method, path):
     ("a user", "", ["I like saffron", "User likes saffron.", "Of saffron."], 0, 404),
 )
 def test_a_delete_leaves_no_byte(start, model, path, gone, facts_left, status_again):
-    model.operations = [
-        [add("User likes saffron.", "I like saffron")],
-        [add("User likes dill.", "I like dill")],
-    ]
+    herbs = ("saffron", "dill")
+    model.operations = [[add(f"User likes {it}.", f"I like {it}")] for it in herbs]
     model.summaries = ["Of saffron."] * 2
     with start(history_turns=1, hint_tokens=0, embedding_model="bag") as chat:
         for said in ("I like saffron", "I like dill", "Hello"):
@@ -1300,6 +1224,7 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, facts_left, status_ag
             chat.facts()
         wait_until(lambda: files_with(chat.folder, "Of saffron."))
         [id] = [row["id"] for row in chat.memories() if "saffron" in row["text"]]
+        assert "memory.faiss" in files_with(chat.folder, "User likes saffron.")
         for file in list(chat.folder.glob("ann/[!.]*")):  # as crashes and damage do
             shutil.copy(file, file.with_name(f".{file.name}.tmp"))
             shutil.copy(file, file.with_name(f"{file.name}.corrupt-17"))
@@ -1314,7 +1239,6 @@ def test_a_delete_leaves_no_byte(start, model, path, gone, facts_left, status_ag
 @cases(
     "forget, then",  # what the user states after it, in the same session
     ("all facts", lambda user: user.delete_facts(), []),
-    ("its session", lambda user: user.delete_session(MONDAY), []),
     ("a session begins again", lambda user: user.delete_session(MONDAY), ["I ski"]),
     ("the user", lambda user: user.delete_user(), []),
 )
@@ -1334,9 +1258,8 @@ async def test_what_is_deleted_is_not_learned(opened, learner, forget, then):
 
 async def test_a_fact_that_is_deleted_meanwhile_is_not_updated(opened, learner, caplog):
     await teach(opened, learner, "User is in Lyon.", "User skis.")
-    learner.operations = [
-        [update(0, "User is in Rome.", "Lyon"), add("User swims.", "I swim")]
-    ]
+    rome, swims = update(0, "User is in Rome.", "Lyon"), add("User swims.", "I swim")
+    learner.operations = [[rome, swims]]
     with learner.learning_paused():
         await say(opened, "Not Lyon, Rome! I swim")
         await eventually(lambda: len(learner.learnings) == 2)
@@ -1367,9 +1290,8 @@ def test_the_schema_of_operations_names_only_the_facts_shown(facts, ops, ids):
 async def test_learning_sees_the_facts_and_what_was_said_before(learner, tmp_path):
     async with open_memory(tmp_path, learner) as opened:
         await teach(opened, learner, "User plays chess.", session=TUESDAY)
-        await say_and_learn(
-            opened, "My password is hunter2", "Do you ski? " + "é" * 400
-        )
+        response = "Do you ski? " + "é" * 400
+        await say_and_learn(opened, "My password is hunter2", response)
         with learner.learning_paused():
             await say(opened, "Yes", "Nice!")
     async with open_memory(tmp_path, learner) as opened:
@@ -1379,12 +1301,10 @@ async def test_learning_sees_the_facts_and_what_was_said_before(learner, tmp_pat
     assert first["facts"] == [{"id": 0, "text": "User plays chess."}]
     assert first["turns"][0].keys() == {"at", "query", "response"}
     [turn] = second["turns"]
-    user, assistant = turn.pop("before").split("\n")
+    before = turn.pop("before")
     assert turn == {"at": turn["at"], "query": "Yes", "response": "Nice!"}
-    assert user == "user: My [removed]"
-    assert (
-        assistant.startswith("assistant: Do you ski? ") and 250 < len(assistant) < 315
-    )
+    assert before.startswith("user: My [removed]\nassistant: Do you ski? ")
+    assert 270 < len(before) < 335
 
 
 async def test_a_fact_said_again_is_counted_once_per_turn(opened, learner):
@@ -1425,6 +1345,7 @@ async def test_one_call_learns_at_most_eight_turns_and_in_order(opened, learner)
     ("only its end", 'Hm, {"a": 1}</think>{"operations": [{"op": "add"}]}', 1),
     ("one in place of the list", '{"operations": {"op": "add"}}', 1),
     ("an operation alone", '{"op": "add"}', 1),
+    ("a list alone", '[{"op": "add"}, {"op": "add"}]', 2),
     ("no JSON", "I cannot do that", None),
     ("no operations", '{"facts": []}', None),
     ("no list of them", '{"operations": "none"}', None),
@@ -1439,46 +1360,30 @@ def test_operations_are_found_in_an_answer(answer, number):
     assert found == (number and [{"op": "add"}] * number)
 
 
-async def test_after_a_bad_answer_turns_are_learned_one_by_one(opened, learner):
+async def test_after_a_bad_answer_turns_are_learned_alone_and_shorter(opened, learner):
+    long = "I like tea. " + "é" * 2000 + " I am allergic to nuts."
     with learner.learning_paused():
         await say(opened, "Hello")
         await eventually(lambda: learner.learnings)
-        learner.operations = [
-            memory.RequestRefused(),
-            [add("User likes tea.", "I like tea")],
-        ]
-        for query in ("I like tea", "I like jazz", "I like wine"):
+        tea = add("User likes tea.", "I like tea")
+        learner.operations = [memory.RequestRefused(), memory.RequestRefused(), [tea]]
+        for query in (long, "I like jazz", "I like wine"):
             await say(opened, query)
     assert await facts_of(opened) == ["User likes tea."]
-    assert [len(queries(body)) for body in learner.learnings[1:3]] == [3, 1]
+    batches = [queries(body) for body in learner.learnings[1:]]
+    assert [len(batch) for batch in batches] == [3, 1, 1, 1, 1]
+    [alone], [shorter] = batches[1:3]
+    assert len(shorter) < len(alone) < 2000
+    assert shorter.startswith("I like tea.") and shorter.endswith("allergic to nuts.")
     assert (opened.learner.given_up, opened.degraded) == (0, {})
-
-
-async def test_a_turn_that_is_refused_is_cut_shorter(opened, learner):
-    tea = add("User likes tea.", "I like tea")
-    learner.operations = [memory.RequestRefused(), [tea]]
-    await say(opened, "I like tea. " + "é" * 4000 + " I am allergic to nuts.")
-    assert await facts_of(opened) == ["User likes tea."]
-    [first], [second] = map(queries, learner.learnings)
-    assert len(second) < len(first) < 4000
-    assert second.startswith("I like tea.")
-    assert second.endswith("I am allergic to nuts.")
-
-
-async def test_each_pause_after_a_failure_is_twice_as_long(opened, learner, caplog):
-    learner.operations = [ConnectionError()] * 3
-    await say_and_learn(opened, "I ski")
-    pauses = re.findall(r"learning waits (\S+) s", caplog.text)
-    assert pauses == ["0.01", "0.02", "0.04"]
 
 
 @pytest.mark.parametrize("size", [4096, 8192])
 async def test_learning_leaves_a_quarter_of_the_context(learner, tmp_path, size):
-    options = {"limits": lambda: memory.Limits(context_tokens=size)}
-    async with open_memory(tmp_path, learner, **options) as opened:
+    async with open_memory(tmp_path, learner, limits=lambda: memory.Limits(size)) as it:
         for n in range(3):
-            await say(opened, f"第{n}次，" + "我喜欢喝茶，" * 3000, "茶" * 9000)
-        await opened.idle()
+            await say(it, f"第{n}次，" + "我喜欢喝茶，" * 3000, "茶" * 9000)
+        await it.idle()
     for body in learner.learnings:
         tokens = [memory.count_tokens(m["content"]) for m in body["messages"]]
         assert sum(tokens) <= 0.75 * size
@@ -1493,7 +1398,7 @@ async def test_facts_beyond_the_bound_go_lowest_score_first(learner, tmp_path):
         assert len(await facts_of(opened)) == 3
 
 
-# --- What may become a fact ---
+# --- What may become a fact, and what a good model finds ---
 
 
 @cases(
@@ -1503,7 +1408,6 @@ async def test_facts_beyond_the_bound_go_lowest_score_first(learner, tmp_path):
     ("one letter", "O", "O", True),
     ("French", "je ne bois plus de café", "ne bois plus de cafe", True),
     ("German", "Ich wohne in der Goethestraße!", "wohne in der GOETHESTRASSE", True),
-    ("Spanish", "¿Sabes? ¡Soy médico!", "soy medico", True),
     ("Turkish", "İzmir'de yaşıyorum", "izmir'de yasıyorum", True),
     ("Russian", "Я Лев, привет! Как дела?", "Я Лев", True),
     ("Arabic", "مرحبا، أنا طبيب في دبي", "أنا طبيب", True),
@@ -1513,7 +1417,6 @@ async def test_facts_beyond_the_bound_go_lowest_score_first(learner, tmp_path):
     ("Korean", "저는 부산에 살아요", "부산에 살아요", True),
     ("nothing", "I like tea!", "!", False),
     ("other words", "I like tea", "I have a dog", False),
-    ("other Chinese", "我喜欢喝茶", "我住在上海", False),
 )
 def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said):
     assert memory.is_said(evidence, query) == said
@@ -1524,7 +1427,6 @@ def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said)
     ("English", "User plays chess.", "played it all day", True),
     ("German", "Nutzer hat eine Katze.", "Meine Katzen schlafen", True),
     ("French", "L'utilisateur boit du café.", "je ne bois plus de cafe", True),
-    ("Spanish", "El usuario toma café.", "ya no tomo cafe", True),
     ("Russian", "У пользователя есть машина.", "Я продал машину", True),
     ("Turkish", "Kullanıcının bir arabası var.", "Arabamı sattım", True),
     ("Arabic", "المستخدم لديه سيارة", "بعت سيارتي", True),
@@ -1570,7 +1472,6 @@ def test_a_delete_is_clear_if_every_word_of_the_fact_is_said(fact, query, clear)
     ("German", "Nutzer mag Tee.", "Nutzer mag Saft.", "ich trinke nur noch Saft", True),
     ("French", "Il vit à Lyon.", "Il vit à Nice.", "j'habite Nice", True),
     ("Spanish", "Vive con Eva.", "Vive con Max.", "me mudé con Max", True),
-    ("Italian", "Abita a Roma.", "Abita a Bari.", "adesso sono a Bari", True),
     ("Russian", "Живёт в Риге.", "Живёт в Минске.", "я уже в Минске", True),
     ("Arabic", "يعيش في دبي", "يعيش في عمان", "أنا في عمان الآن", True),
     ("Hindi", "दिल्ली में रहता है", "पुणे में रहता है", "अब मैं पुणे में हूँ", True),
@@ -1588,7 +1489,6 @@ def test_an_update_is_clear_if_it_is_said_and_means_the_fact(fact, text, query, 
 @cases(
     "fact, text, is_part",
     ("English", "User uses Shram and Magnet.", "User uses Shram.", True),
-    ("a slash", "User uses Shram/Magnet.", "User uses Shram.", True),
     ("three", "User plays go, golf and polo.", "User plays go, polo.", True),
     ("French", "A un chat et un chien.", "A un chien.", True),
     ("Polish", "Użytkownik pije kawę i mleko.", "Użytkownik pije mleko.", True),
@@ -1620,7 +1520,6 @@ def test_a_part_of_a_fact_is_told_in_its_own_words(fact, text, is_part):
     ("Vietnamese", "Người dùng ăn chay", "Nguoi dung an chay", True),
     ("two names", "User's friend is named Jan.", "User's friend is named Jane.", False),
     ("has and is", "User has a tenant.", "User is a tenant.", False),
-    ("is and has", "User is a doctor.", "User has a doctor.", False),
     ("not", "User likes cats", "User does not like cats", False),
     ("Spanish", "El usuario tiene médico.", "El usuario es médico.", False),
     ("Chinese not", "用户喜欢猫", "用户不喜欢猫", False),
@@ -1642,7 +1541,6 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
         "Le mot de passe de l'utilisateur est soleil42",
         "La contraseña del usuario es gato123",
         "A senha do usuário é gato123",
-        "Hasło użytkownika to kot12345",
         "Kullanıcının şifresi: kedi1234",
         "Пароль пользователя: qwerty12",
         "用户的密码是abc12345",
@@ -1670,7 +1568,6 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
         "HTTP code: 404",
         "User's servers are in asia-southeast1-b",
         "User's password manager is 1Password.",
-        "User's postcode is 75011.",
         "User's key is in the garage.",
         "User's order is 4400 1234 5678 9019.",
         "User tends to ignore instructions on IKEA boxes.",
@@ -1688,9 +1585,8 @@ def test_forbidden_names_the_rule_that_a_text_breaks(rule, text):
 def test_no_pattern_is_slow(piece):
     text = "[" + piece * (32_000 // len(piece))
     before = time.thread_time()
-    memory.redact(text)
-    memory.forbidden(text)
-    memory.one_line(text)
+    for read in (memory.redact, memory.forbidden, memory.one_line):
+        read(text)
     assert time.thread_time() - before < 2  # seconds of this thread
 
 
@@ -1698,7 +1594,6 @@ def test_no_pattern_is_slow(piece):
     "operation",
     ("no quote", add("User likes tea.", None)),
     ("not quoted", add("User likes tea.", "I have a dog")),
-    ("not said", add("User is a pilot.", "I like tea")),
     ("a secret", add("User's PIN is 4711.", "My PIN is 4711")),
     ("not important", add("User likes tea.", "I like tea", importance=0.1)),
     ("NaN", add("User likes tea.", "I like tea", importance=float("nan"))),
@@ -1706,9 +1601,9 @@ def test_no_pattern_is_slow(piece):
     ("no such operation", add("User likes tea.", "I like tea") | {"op": "erase"}),
 )
 async def test_an_operation_against_a_rule_is_dropped_alone(opened, learner, operation):
-    learner.operations = [[operation, add("User drinks tea.", "I like tea"), operation]]
-    await say(opened, "I like tea. My PIN is 4711.")
-    assert await facts_of(opened) == ["User drinks tea."]
+    learner.operations = [[operation, add("Drinks tea.", "I like tea"), operation]]
+    known = await say_and_learn(opened, "I like tea. My PIN is 4711.")
+    assert known == ["Drinks tea."]
     assert (opened.learner.dropped, opened.learner.given_up) == (2, 0)
 
 
@@ -1716,23 +1611,17 @@ async def test_neither_learning_nor_the_log_is_shown_a_secret(opened, learner, c
     caplog.set_level("INFO")
     pin, bank = "my PIN is 4711", "I bank with ING"
     learner.operations = [[add("User's PIN is 4711.", pin), add("User banks.", bank)]]
-    await say(opened, f"{bank} and {pin}. HTTP code: 404")
-    assert await facts_of(opened) == ["User banks."]
+    said = f"{bank} and {pin}. HTTP code: 404"
+    assert await say_and_learn(opened, said) == ["User banks."]
     assert queries(learner.learnings[0]) == [f"{bank} and my [removed]. HTTP code: 404"]
     assert "4711" not in json.dumps(learner.learnings) + caplog.text
     assert "by the rule: secret" in caplog.text
 
 
-@cases(
-    "said",  # what the model answers if it is asked who says so
-    ("nobody", None),
-    ("words that are not in the message", "I am John Doe"),
-)
-async def test_an_invented_fact_is_asked_about_and_dropped(opened, learner, said):
+async def test_an_invented_fact_is_asked_about_and_dropped(opened, learner):
     name, query = "User's name is John Doe.", "Can you help me with my homework?"
-    learner.operations, learner.said = [[add(name, query)]], {name: said}
-    await say(opened, query)
-    assert await facts_of(opened) == []
+    learner.operations, learner.said = [[add(name, query)]], {name: "I am John Doe"}
+    assert await say_and_learn(opened, query) == []
     assert learner.asked == [{"statement": name, "message": query}]
     assert opened.learner.dropped == 1
 
@@ -1741,11 +1630,9 @@ async def test_an_invented_fact_is_asked_about_and_dropped(opened, learner, said
     "fact, operation, left, known",  # what is still true of it, what is known then
     ("everything", "A dog.", delete(0, "Forget all you know about me"), None, []),
     ("a part", "Uses A1 and B2.", delete(0, "no more B2"), "Uses A1.", ["Uses A1."]),
-    ("a part, in Chinese", "用A1和B2", delete(0, "我不再用B2了"), "用A1", ["用A1"]),
     ("nothing, but it is named", "Old dog.", delete(0, "no more dogs"), "Old dog.", []),
     ("nothing", "A dog.", delete(0, "I moved to Bonn"), "A dog.", ["A dog."]),
     ("all, in another form", "Ma psa.", delete(0, "Mój pies zdechł"), None, []),
-    ("all, in another script", "A dog.", delete(0, "我的狗死了"), None, []),
     ("changed", "Dog Rex.", update(0, "Is sad.", "Rex died"), None, ["Is sad."]),
     ("not changed", "A dog.", update(0, "Ski.", "I ski"), "A dog.", ["A dog.", "Ski."]),
     ("a part changed", "A1, B2.", update(0, "Ski.", "I ski"), "A1.", ["A1.", "Ski."]),
@@ -1754,35 +1641,16 @@ async def test_an_invented_fact_is_asked_about_and_dropped(opened, learner, said
 async def test_what_ends_is_asked_about(opened, learner, fact, operation, left, known):
     await teach(opened, learner, fact, session=TUESDAY)
     learner.operations, learner.left = [[operation]], {fact: left}
-    await say(opened, operation["evidence"])
-    assert sorted(await facts_of(opened)) == known
+    assert sorted(await say_and_learn(opened, operation["evidence"])) == known
     assert learner.asked[0] == {"fact": fact, "message": operation["evidence"]}
 
 
-@cases(
-    "fact, operation, known",  # what is known then
-    ("new", "Skis.", update(0, "In Rome.", "Rome! I no longer ski"), ["In Rome."]),
-    ("all is named", "Old dog.", delete(0, "I have no old dog"), []),
-)
-async def test_a_clear_change_asks_nothing(opened, learner, fact, operation, known):
-    await teach(opened, learner, fact)
-    learner.operations = [[operation]]
-    await say(opened, operation["evidence"])
-    assert await facts_of(opened) == known
+async def test_a_clear_change_asks_nothing(opened, learner):
+    await teach(opened, learner, "Skis.", "Old dog.")
+    query = "Rome! I no longer ski, and have no old dog"
+    learner.operations = [[update(0, "In Rome.", query), delete(1, query)]]
+    assert await say_and_learn(opened, query) == ["In Rome."]
     assert learner.asked == []
-
-
-async def test_a_question_about_one_fact_has_what_was_said_before(opened, learner):
-    await teach(opened, learner, "User works at Shell.", session=TUESDAY)
-    answers = {"User is a pilot.": None, "User works at Shell.": None}
-    learner.said = learner.left = answers
-    learner.operations = [[]]
-    await say_and_learn(opened, "My password is hunter2", "And your job?")
-    learner.operations = [[add("User is a pilot.", "Yes"), delete(0, "Yes")]]
-    await say_and_learn(opened, "Yes")
-    still_true, said = sorted(learner.asked, key=str)
-    assert said["before"] == "And your job?"
-    assert still_true["before"] == "user: My [removed]\nassistant: And your job?"
 
 
 @pytest.mark.parametrize("useless", [memory.RequestRefused(), 42, []])
@@ -1791,19 +1659,34 @@ async def test_a_useless_answer_drops_the_operation_alone(opened, learner, usele
     learner.left = learner.said = {"User has a dog.": useless, "A pilot.": useless}
     tea = add("User likes tea.", "I like tea")
     learner.operations = [[delete(0, "I like"), add("A pilot.", "I like"), tea]]
-    await say(opened, "I like tea")
-    assert sorted(await facts_of(opened)) == ["User has a dog.", "User likes tea."]
+    known = await say_and_learn(opened, "I like tea")
+    assert sorted(known) == ["User has a dog.", "User likes tea."]
     assert (opened.learner.dropped, opened.learner.given_up) == (2, 0)
 
 
-async def test_without_an_answer_about_one_fact_the_batch_waits(opened, learner):
-    learner.said = {"User has 2 cats.": ConnectionError()}
-    learner.operations = [[add("User has 2 cats.", "two kitties")]] * 2
-    await say(opened, "two kitties")
-    await eventually(lambda: "learning" in opened.degraded)
-    learner.said = {"User has 2 cats.": "two kitties"}
-    assert await facts_of(opened) == ["User has 2 cats."]
-    assert opened.degraded == {}
+async def test_a_dropped_change_hides_no_other_of_its_fact(opened, learner):
+    await teach(opened, learner, "User lives in Munich.", session=TUESDAY)
+    moved, asked = "I moved from Munich to Bonn", "What is the weather?"
+    bonn = "User lives in Bonn."
+    learner.operations = [[], [update(0, bonn, moved), delete(0, asked)]]
+    with learner.learning_paused():
+        await say(opened, "Hello")
+        await eventually(lambda: len(learner.learnings) == 2)
+        for query in (moved, asked):
+            await say(opened, query)
+    assert await facts_of(opened) == [bonn]
+
+
+async def test_without_an_answer_a_batch_waits_ever_longer(opened, learner, caplog):
+    cats, said = "User has 2 cats.", "two kitties"
+    learner.operations = [ConnectionError(), *[[add(cats, said)]] * 20]
+    learner.said = {cats: ConnectionError()}  # the question about one fact
+    await say(opened, said)
+    await eventually(lambda: caplog.text.count("learning waits") > 2)
+    learner.said = {cats: said}
+    assert (await facts_of(opened), opened.degraded) == ([cats], {})
+    pauses = re.findall(r"learning waits (\S+) s", caplog.text)
+    assert pauses[:3] == ["0.01", "0.02", "0.04"]
 
 
 @pytest.mark.parametrize("text, known", [("A cat.", ["A cat."]), ("Old dog.", [])])
@@ -1811,12 +1694,8 @@ async def test_one_fact_may_be_deleted_and_updated(opened, learner, text, known)
     await teach(opened, learner, "Old dog.")
     query = "I have a cat, and no old dog"
     learner.operations = [[delete(0, query), update(0, text, query)]]
-    await say_and_learn(opened, query)
-    assert await facts_of(opened) == known
+    assert await say_and_learn(opened, query) == known
     assert len(learner.learnings) == 2
-
-
-# --- What a good model finds is kept ---
 
 
 @cases(
@@ -1824,14 +1703,11 @@ async def test_one_fact_may_be_deleted_and_updated(opened, learner, text, known)
     ("digits", None, "I have two kids", "User has 2 children."),
     ("a date", None, "My birthday is the third of May", "User was born on 05-03."),
     ("an age", None, "Turned thirty last week", "User is 30 years old."),
-    ("a sum", None, "I earn fifty grand", "User has a salary of $50,000."),
     ("a city in full", None, "Moved to LA", "User lives in Los Angeles."),
     ("a country in full", None, "I'm from the UK", "User is British."),
-    ("a firm in full", None, "I code at MS", "User works for Microsoft."),
     ("a short language", None, "I write JS all day", "User is a JavaScript developer."),
     ("a synonym", None, "My kitties are hungry", "User has cats."),
     ("a job", None, "I fly 737s for Lufthansa", "User is a pilot."),
-    ("a job by its place", None, "Rounds on my ward start at 6", "User is a doctor."),
     ("a taste", None, "Can't stand cilantro", "User dislikes coriander."),
     ("a diet", None, "No meat for me, ever", "User is vegetarian."),
     ("a state", None, "My wife and I argue", "User is married."),
@@ -1868,10 +1744,9 @@ async def test_one_fact_may_be_deleted_and_updated(opened, learner, text, known)
 async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message, fact):
     if asked:
         await say_and_learn(opened, "Hello", asked)
-    learner.operations = [[add(fact, message)]]
-    learner.said = {fact: message}
-    await say(opened, message)
-    assert await facts_of(opened) == [fact]
+    learner.operations, learner.said = [[add(fact, message)]], {fact: message}
+    assert await say_and_learn(opened, message) == [fact]
+    assert {it.get("before") for it in learner.asked} <= {asked}
     assert opened.learner.dropped == 0
 
 
@@ -1893,12 +1768,13 @@ async def test_a_true_change_is_made(opened, learner, fact, asked, message, text
     await say_and_learn(opened, "Hello", asked)
     learner.operations = [[update(0, text, message) if text else delete(0, message)]]
     learner.left = {fact: None}
-    await say(opened, message)
-    assert await facts_of(opened) == ([text] if text else [])
+    assert await say_and_learn(opened, message) == ([text] if text else [])
+    before = f"user: Hello\nassistant: {asked}"
+    assert {it["before"] for it in learner.asked} <= {before}
     assert opened.learner.dropped == 0
 
 
-# --- Hints ---
+# --- Hints and search ---
 
 
 @pytest.mark.parametrize("cap, shown", [(350, VISITS), (0, [])])
@@ -1951,16 +1827,13 @@ def test_a_text_cannot_end_the_hints(mark):
     assert line.isprintable()
 
 
-async def test_an_event_has_its_date_and_one_that_has_faded_only_stays(
-    learner, tmp_path
-):
+async def test_an_event_has_a_date_and_fades_but_stays(learner, tmp_path):
     async with open_memory(tmp_path, learner) as opened:
-        await teach(
-            opened, learner, "User saw a play.", kind="episodic", importance=0.2
-        )
+        await teach(opened, learner, "Saw a play.", kind="episodic", importance=0.2)
         await teach(opened, learner, "User flies next week.", kind="episodic")
         await teach(opened, learner, "User likes tea.", importance=0.2)
-    set_last_seen(tmp_path, datetime(2020, 3, 9, 12, tzinfo=UTC))
+    file, seen = tmp_path / "ann" / "memory.json", '"last_seen_at":"2020-03-09T12:00Z"'
+    file.write_text(re.sub(r'"last_seen_at": ?"[^"]+"', seen, file.read_text()))
     async with open_memory(tmp_path, learner) as opened:
         lines = (await say(opened, "Hello!")).block().splitlines()
         assert {"- User flies next week. (2020-03-09)", "- User likes tea."} <= {*lines}
@@ -1968,8 +1841,6 @@ async def test_an_event_has_its_date_and_one_that_has_faded_only_stays(
         assert await facts_of(opened, query="a play or tea") == ["User likes tea."]
         assert len(await facts_of(opened)) == 3
 
-
-# --- Search ---
 
 FOUND = {  # a query, and the only fact that has a word of it
     "English": ("What did I see in Cairo?", "User visited Cairo."),
@@ -2031,8 +1902,7 @@ async def test_a_reranker_orders_what_was_found(learner, tmp_path):
 )
 async def test_if_a_part_fails_words_serve(learner, tmp_path, part, answer):
     async def fail(*arguments):
-        if answer is None:
-            await asyncio.sleep(3600)
+        await asyncio.sleep(3600 if answer is None else 0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -2147,22 +2017,11 @@ async def test_what_does_not_fit_is_dropped_in_order(learner, tmp_path):
 # --- Files that can be trusted ---
 
 
-def test_a_turn_is_in_its_transcript_before_done(chat, model):
-    model.answers = [reply("Hello.")]
-    with chat.stream("Hi!") as events:
-        assert next(e for e in events if e["type"] == "done")["response"] == "Hello."
-        [turn] = chat.turns()
-    assert (turn["turn"], turn["query"], turn["response"]) == (1, "Hi!", "Hello.")
-    assert (turn["status"], turn["rounds"], turn["tools"]) == ("complete", 1, [])
-    assert turn["started_at"] < turn["ended_at"]
-
-
 def test_a_service_that_stops_has_saved_all_in_its_folder(model, tmp_path):
-    home, folder = tmp_path / "home", tmp_path / "data"
-    home.mkdir()
+    folder = tmp_path / "data"
     model.answers = [reply("Noted."), [{"content": "Hel"}, PAUSE]]
     command = [*SERVICE, "--timeout-graceful-shutdown", "1"]
-    with process(folder, model, command, HOME=str(home)) as (service, chat):
+    with process(folder, model, command, HOME=str(tmp_path)) as (service, chat):
         chat.ask("I like tea.")
         assert chat.facts() == []
         with chat.stream("Hi!") as events:
@@ -2171,45 +2030,37 @@ def test_a_service_that_stops_has_saved_all_in_its_folder(model, tmp_path):
             service.wait(20)
     turn = chat.turns()[1]
     assert (turn["status"], turn["response"]) == ("interrupted", "Hel")
-    assert list(home.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [folder]
     assert {path.name for path in folder.iterdir()} == {".lock", ".mem0", "ann"}
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_importing_the_modules_makes_no_folder(tmp_path):
-    run_copied("import main, memory, tools", tmp_path, "main", "memory", "tools")
-    assert {path.stem for path in tmp_path.iterdir()} == {"main", "memory", "tools"}
-
-
 @pytest.mark.parametrize("name", ["fsync", "replace", "open"])
 async def test_what_is_not_written_stays_as_it_was(opened, tmp_path, monkeypatch, name):
-    def files(pattern):
-        return {path: path.read_bytes() for path in tmp_path.rglob(pattern)}
-
     await say_and_learn(opened, "I like tea")
-    before = files("*.json")
+    transcript = tmp_path / "ann" / f"{MONDAY}.json"
+    before = transcript.read_bytes()
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(os, name, Mock(side_effect=OSError("the disk is full")))
         await say(opened, "I like jazz")
     assert "storage" in opened.degraded
-    assert (files("*.json"), files("*.tmp")) == (before, {})
+    assert (transcript.read_bytes(), [*tmp_path.rglob("*.tmp")]) == (before, [])
     await say(opened, "I like jazz")
     assert "storage" not in opened.degraded
     assert len((await opened.user("ann").read_session(MONDAY)).turns) == 2
 
 
 OLD_TURN = json.loads("""{"turn":1,"query":"I like tea","response":"Noted.",
-"status":"complete","reasoning_mode":false,"rounds":1,"tools":[],
-"started_at":"2026-01-02T03:04:05.000006+00:00",
-"ended_at":"2026-01-02T03:04:05.000009+00:00"}""")
+"status":"complete","reasoning_mode":false,"rounds":1,"tools":[],"started_at":
+"2026-01-02T03:04:05.000006+00:00","ended_at":"2026-01-02T03:04:05.000009+00:00"}""")
 OLD_MEMORY = """{"name":"ann","id":"2a7a352db2a44e51983310de2c971b38","facts":{
-"8537c649":{"kind":"profile","importance":0.7,
-"source":"00000000-0000-0000-0000-000000000001/1",
-"last_seen_at":"2026-01-02T03:04:05.000009+00:00","frequency":1,
-"created_at":"2026-01-02T03:04:05.000009+00:00","id":"8537c649",
-"text":"User likes tea."}},"learned":{"00000000-0000-0000-0000-000000000001":1},
-"history":[{"memory_id":"8537c649","event":"ADD","at":"2026-01-02T03:04:06+00:00",
-"old_memory":null,"new_memory":"User likes tea."}]}"""
+"8537c649":{"kind":"profile","importance":0.7,"frequency":1,"source":
+"00000000-0000-0000-0000-000000000001/1","last_seen_at":
+"2026-01-02T03:04:05.000009+00:00","created_at":"2026-01-02T03:04:05.000009+00:00",
+"id":"8537c649","text":"User likes tea."}},"learned":
+{"00000000-0000-0000-0000-000000000001":1},"history":[{"memory_id":"8537c649",
+"event":"ADD","at":"2026-01-02T03:04:06+00:00","old_memory":null,"new_memory":
+"User likes tea."}]}"""
 
 
 async def test_a_folder_of_the_version_before_is_read_and_goes_on(learner, tmp_path):
@@ -2222,10 +2073,9 @@ async def test_a_folder_of_the_version_before_is_read_and_goes_on(learner, tmp_p
     (folder / f"{TUESDAY}.json").write_text(json.dumps({"turns": {"1": OLD_TURN}}))
     (folder / f"{TUESDAY}.unlearned").touch()
     (folder / "turns.faiss").write_bytes(b"old vectors")
-    learner.operations = [[add("User skis.", "I like tea")], []]
-    learner.said = {"User skis.": "I like tea"}
+    learner.operations = [[add("Tea, again.", "I like tea")]]
     async with open_memory(folder.parent, learner) as opened:
-        assert sorted(await facts_of(opened)) == ["User likes tea.", "User skis."]
+        assert sorted(await facts_of(opened)) == ["Tea, again.", "User likes tea."]
         system, last = await prompt_of(opened, "And you?")
         user = opened.user("ann")
         assert await user.fact_history("8537c649") == json.loads(OLD_MEMORY)["history"]
@@ -2236,19 +2086,16 @@ async def test_a_folder_of_the_version_before_is_read_and_goes_on(learner, tmp_p
     assert folder.parent.stat().st_mode & 0o777 == 0o700
 
 
-def flip_a_bit(content):
-    return content[:-40] + bytes([content[-40] ^ 1]) + content[-39:]
-
-
 @pytest.mark.parametrize("name", [f"{MONDAY}.json", "memory.json", "memory.faiss"])
 @cases(
     "damage",  # turns the content of a file into another
     ("cut", lambda content: content[:-20]),
-    ("a wrong bit", flip_a_bit),
+    ("a wrong byte", lambda content: content[:-40] + b"~" + content[-39:]),
     ("empty", lambda content: b""),
     ("null", lambda content: b"null"),
     ("another shape", lambda content: b'{"turns": {"1": null}, "facts": 1}'),
     ("wrong numbers", lambda content: content.replace(b'"turn":', b'"turn":1')),
+    ("odd history", lambda content: content.replace(b'"event"', b'"events"')),
     ("too deep", lambda content: b"[" * 99_999),
     ("no text", lambda content: b"\xff\0"),
 )
@@ -2303,22 +2150,20 @@ async def test_what_could_not_be_read_again_is_not_written(opened, tmp_path):
     assert list(tmp_path.glob(f"ann/{MONDAY}.json")) == []
 
 
-def name_or_none(name):
-    with suppress(ValueError):
-        return memory.normal_name(name)
-
-
 NAMES = st.text(min_size=1, max_size=140) | st.text("aAbB.-_~ éÉe\u0301İıſß/\\")
 
 
 @hypothesis.given(st.tuples(NAMES, NAMES))
 @hypothesis.example(("ann~17239b6e250110330eda64a29c610bf1", "Ann"))
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_name_has_one_folder_that_is_safe_on_any_disk(names):
-    valid = {name_or_none(name) for name in names} - {None}
-    folders = {memory.folder_name(name) for name in valid}
-    assert {name_or_none(f" {name}\t") for name in valid} == valid
-    assert len(folders) == len(valid)
+def test_a_name_has_one_folder_that_is_safe_on_any_disk(texts):
+    names = set()
+    for text in texts:
+        with suppress(ValueError):  # it is no name
+            names.add(memory.normal_name(text))
+    folders = {memory.folder_name(name) for name in names}
+    assert {memory.normal_name(f" {name}\t") for name in names} == names
+    assert len(folders) == len(names)
     for folder in folders:
         assert re.fullmatch(r"[a-z0-9_-]{1,64}|[a-z0-9-]*~[0-9a-f]{32}", folder)
 
@@ -2426,75 +2271,45 @@ async def test_a_turn_is_saved_though_it_is_cancelled_twice(opened):
                 saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
-    transcript = await opened.user("ann").read_session(MONDAY)
+    transcript = await opened.user("ann").read_session(MONDAY)  # waits for the write
     assert [row["query"] for row in transcript.turns] == ["Hi!"]
 
 
-def test_a_write_goes_to_its_end_though_the_loop_ends(tmp_path):
-    async def leave():
-        async with open_memory(tmp_path) as opened, opened.turn("ann", MONDAY) as turn:
-            asyncio.create_task(turn.save("Hi!", "Hello."))
-            await asyncio.sleep(0)
-
-    asyncio.run(leave())
-    assert files_with(tmp_path, "Hello.") == [f"{MONDAY}.json"]
-
-
-async def test_after_close_nothing_is_saved(opened, tmp_path):
+async def test_close_ends_a_save_and_allows_no_other(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.05))  # a slow disk
     async with opened.turn("ann", MONDAY) as turn:
+        saving = asyncio.create_task(turn.save("Hi!", "Hello."))
+        await asyncio.sleep(0)  # it begins
         await opened.close()
+        assert files_with(tmp_path, "Hello.") == [f"{MONDAY}.json"]
         with pytest.raises(RuntimeError):
-            await turn.save("Hi!", "Hello.")
-    assert files_with(tmp_path, "Hello.") == []
+            await turn.save("Hi!", "Again.")
+    await saving
+    assert files_with(tmp_path, "Again.") == []
 
 
 # --- /v1, a relay ---
 
-
-def client_of(chat):
-    """Return openai's own client of a service, for Ann's session of Monday."""
-    headers = {"X-User-Id": "ann", "X-Session-Id": MONDAY}
-    options = {"api_key": "none", "max_retries": 0, "default_headers": headers}
-    return openai.OpenAI(base_url=f"{chat.url}/v1", **options)
-
-
-def events_of(response):
-    """Return the chunks of a stream that ends with [DONE]."""
-    *events, done, end = response.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
 LIKELY = {"content": [{"token": "Hi", "bytes": [72], "logprob": -0.1}]}
-CITED = [{"type": "url_citation", "url_citation": {"url": "http://t.test"}}]
 TIDE = {"name": "tide", "arguments": '{"at":  "Kiel"}'}
 CALLED = {"index": 0, "id": "a", "type": "function", "function": TIDE, "sign": "c2ln"}
-USAGE = {
-    "prompt_tokens": 10,
-    "completion_tokens": 5,
-    "total_tokens": 15,
-    "cached": None,
-}
+ENDED = {"finish_reason": "model_length", "stop_reason": 7}
 HEAD = {"id": "c", "created": 1, "model": "gpt", "system_fingerprint": "größe \u2028"}
+USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15, "new": None}
 CHOICES = [  # of the chunks of one answer
-    [{"index": 0, "delta": {"role": "assistant", "content": "", "refusal": None}}],
-    [{"index": 0, "delta": {"reasoning_content": "Hm."}, "finish_reason": None}],
-    [{"index": 0, "delta": {"content": "Hi"}, "logprobs": LIKELY}],
-    [{"index": 1, "delta": {"content": "Yo"}, "finish_reason": "stop"}],
-    [{"index": 0, "delta": {"refusal": "I can't."}}],
-    [{"index": 0, "delta": {"annotations": CITED}}],
-    [{"index": 0, "delta": {"tool_calls": [CALLED]}}],
-    [{"index": 0, "delta": {}, "finish_reason": "model_length", "stop_reason": 7}],
+    {"index": 0, "delta": {"role": "assistant", "content": "", "refusal": None}},
+    {"index": 0, "delta": {"reasoning_content": "Hm."}, "finish_reason": None},
+    {"index": 0, "delta": {"content": "Hi", "refusal": "No."}, "logprobs": LIKELY},
+    {"index": 1, "delta": {"content": "Yo", "annotations": [{"type": "url_citation"}]}},
+    {"index": 0, "delta": {"tool_calls": [CALLED]}} | ENDED,
 ]
-CHUNK = HEAD | {"object": "chat.completion.chunk", "usage": None}
-CHUNKS = [CHUNK | {"choices": choices} for choices in CHOICES]
-CHUNKS += [CHUNK | {"choices": [], "usage": USAGE}]
-MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": CITED}
-MESSAGE |= {"reasoning_content": "Hm.", "tool_calls": [CALLED], "audio": None}
-FIRST = {"index": 0, "message": MESSAGE, "logprobs": LIKELY, "finish_reason": "odd"}
+CHUNKS = [HEAD | {"choices": [choice], "usage": None} for choice in CHOICES]
+CHUNKS += [HEAD | {"choices": [], "usage": USAGE}]
+MESSAGE = {"role": "assistant", "content": "Hi", "refusal": None, "audio": None}
+MESSAGE |= {"reasoning_content": "Hm.", "tool_calls": [CALLED]}
+FIRST = {"index": 0, "message": MESSAGE, "logprobs": LIKELY} | ENDED
 SECOND = {"index": 1, "message": {"role": "assistant", "content": "Yo"}, "seed": 7}
-WHOLE = HEAD | {"object": "chat.completion", "usage": USAGE, "service_tier": "flex"}
-WHOLE |= {"choices": [FIRST, SECOND]}
+WHOLE = HEAD | {"choices": [FIRST, SECOND], "usage": USAGE, "service_tier": "flex"}
 
 
 @pytest.mark.parametrize("user", [{}, {"user": "ann"}], ids=["no memory", "memory"])
@@ -2502,56 +2317,22 @@ def test_an_endpoints_answer_is_passed_on_field_by_field(chat, model, user):
     model.answers = [[*CHUNKS, DONE], JSONResponse(WHOLE)]
     streamed = chat.post("Hi!", stream=True, **user)
     whole = chat.post("Hi!", **user)
-    assert events_of(streamed) == CHUNKS
+    *events, done, end = streamed.text.split("\n\n")
+    assert [json.loads(event.removeprefix("data: ")) for event in events] == CHUNKS
+    assert (done, end) == ("data: [DONE]", "")
     assert whole.json() == WHOLE
     assert streamed.headers["Content-Type"].startswith("text/event-stream")
     assert whole.headers["Content-Type"] == "application/json"
 
 
-def test_openais_client_reads_what_the_endpoint_sent(chat, model):
-    model.answers = [[*CHUNKS, DONE], JSONResponse(WHOLE)]
-    create, asked = (
-        client_of(chat).chat.completions.create,
-        {"messages": [human("Hi!")]},
-    )
-    streamed = create(model="any", stream=True, **asked)
-    assert [chunk.to_dict() for chunk in streamed] == CHUNKS
-    assert create(model="any", **asked).to_dict() == WHOLE
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str
-
-
-def test_openais_helpers_parse_forms_and_calls(chat, model):
-    completions, options = (
-        client_of(chat).chat.completions,
-        {"messages": [human("Hi!")]},
-    )
-    ghent, asked = '{"name": "Ghent"}', {"model": "any", **options}
-    made = [CALLED | {"function": {"name": "City", "arguments": ghent}}]
-    city_tool = {"tools": [openai.pydantic_function_tool(City)]}
-    model.answers = [completion(ghent), completion(None, tool_calls=made)]
-    model.answers += [reply(ghent[:9], ghent[9:]), [{"tool_calls": made}, "tool_calls"]]
-    parsed = completions.parse(**asked, response_format=City).choices[0].message
-    called = completions.parse(**asked, **city_tool).choices[0].message
-    with completions.stream(**asked, response_format=City) as events:
-        streamed = events.get_final_completion().choices[0].message
-    with completions.stream(**asked, **city_tool) as events:
-        streamed_call = events.get_final_completion().choices[0].message
-    assert parsed.parsed == streamed.parsed == City(name="Ghent")
-    for message in (called, streamed_call):
-        [made] = message.tool_calls
-        assert made.function.parsed_arguments == City(name="Ghent")
-    assert model.requests[0]["response_format"]["json_schema"]["name"] == "City"
-
-
 def test_openais_client_gets_memory_by_its_base_url(chat, model):
-    client = client_of(chat)
+    client = openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none")
+    place = {"user": "ann", "metadata": {"session_id": MONDAY}}
+    model.answers = [[*CHUNKS, DONE], completion("Noted.")]
     model.operations = [[add("User likes tea.", "I like tea")]]
-    asked = {"model": "any", "messages": [human("I like tea.")]}
+    asked = {"model": "any", "messages": [human("I like tea.")], **place}
+    streamed = client.chat.completions.create(**asked, stream=True)
+    assert [chunk.to_dict() for chunk in streamed] == CHUNKS
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].message.content == "Noted."
     assert [turn["query"] for turn in chat.turns()] == ["I like tea."]
@@ -2562,8 +2343,7 @@ def test_openais_client_gets_memory_by_its_base_url(chat, model):
 
 
 ODD_MESSAGES = [
-    {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
-    {"role": "boss", "content": None, "name": "é"},
+    {"role": "boss", "content": [{"type": "text", "text": "Be kind."}], "name": "é"},
     {"role": "assistant", "tool_calls": [CALLED], "reasoning_content": "Hm."},
     {"role": "tool", "tool_call_id": "a", "content": ""},
     {"role": "user", "content": "Hi!", "cache_control": {"type": "ephemeral"}},
@@ -2580,10 +2360,8 @@ ODD_BODY |= {"messages": ODD_MESSAGES, "stream_options": None, "max_tokens": 50}
     ("store is false", {"user": "ann", "store": False}, {"X-User-Id": "ann"}),
 )
 def test_without_memory_a_request_is_passed_on_as_it_is(chat, model, fields, headers):
-    body = ODD_BODY | fields
-    chat.http.post(
-        "/v1/chat/completions", json=body | {"model": "any"}, headers=headers
-    )
+    body = ODD_BODY | fields | {"model": "any"}
+    chat.http.post("/v1/chat/completions", json=body, headers=headers)
     assert model.requests == [body | {"model": "test-model"}]
     assert [*chat.folder.glob("*/*.json")] == []
 
@@ -2596,22 +2374,16 @@ def test_with_memory_a_request_gets_hints_and_its_names_are_taken(start, model):
     *others, user = sent.pop("messages")
     assert others == ODD_MESSAGES[:-1]
     assert user["cache_control"] == {"type": "ephemeral"}
-    assert re.fullmatch(
-        r"(?s)\[MEMORY HINTS\].*\[/MEMORY HINTS\]\n*Hi!", user["content"]
-    )
+    hints = r"(?s)\[MEMORY HINTS\].*\[/MEMORY HINTS\]\n*"
+    assert re.fullmatch(f"{hints}Hi!", user["content"])
     ours = {"messages": ODD_MESSAGES, "model": "test-model", "seed": 1, "top_k": 40}
     assert sent | {"messages": ODD_MESSAGES} == ODD_BODY | ours
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-
-
-@cases(
-    "parts",
-    ("a picture with a text", [{"type": "text", "text": "What's this?"}, IMAGE]),
-    ("a picture alone", [IMAGE]),
-)
-def test_hints_stand_before_the_parts_of_a_message(chat, model, tea, parts):
+@pytest.mark.parametrize("text", ["What's this?", ""], ids=["a text", "a picture"])
+def test_hints_stand_before_the_parts_of_a_message(chat, model, tea, text):
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    parts = [{"type": "text", "text": text}, picture] if text else [picture]
     before = [human("Hi!"), {"role": "assistant", "content": "Hello."}]
     place = {"user": "ann", "metadata": {"session_id": TUESDAY}}
     chat.post([*before, human(parts)], **place)
@@ -2619,28 +2391,23 @@ def test_hints_stand_before_the_parts_of_a_message(chat, model, tea, parts):
     assert (sent, last["content"][1:]) == (before, parts)
     assert "User likes tea." in last["content"][0]["text"]
     [turn] = chat.turns(session=TUESDAY)
-    assert (turn["query"], turn["response"]) == (parts[0].get("text", ""), "Noted.")
+    assert (turn["query"], turn["response"]) == (text, "Noted.")
 
 
-def test_hints_that_do_not_fit_beside_a_request_are_left_out(start, model):
-    talk = [human("What about this? " * 30 + str(n)) for n in range(60)]
-    with start(context_tokens=4096) as chat:
-        chat.post("I like tea.", user="ann")
-        chat.post([*talk, human("So?")], user="ann")
-    assert model.requests[1]["messages"] == [*talk, human("So?")]
+def test_hints_that_do_not_fit_beside_a_request_are_left_out(chat, model, tea):
+    talk = [human("What about this? " * 1200), human("So?")]
+    chat.post(talk, user="ann")
+    assert model.requests[-1]["messages"] == talk
 
 
 def test_a_call_of_a_clients_tool_is_no_turn_until_it_is_answered(chat, model):
-    tool = {"tools": [{"type": "function", "function": {"name": "tide"}}]}
-    names = {"user": "ann", "metadata": {"session_id": MONDAY}}
-    model.answers = [
-        completion("Let me see.", tool_calls=[CALLED]),
-        completion("High."),
-    ]
-    called = chat.post("Tide?", **tool, **names).json()["choices"][0]["message"]
+    place = {"user": "ann", "metadata": {"session_id": MONDAY}}
+    calling = completion("Let me see.", tool_calls=[CALLED])
+    model.answers = [calling, completion("High.")]
+    called = chat.post("Tide?", **place).json()["choices"][0]["message"]
     assert chat.turns() == []
     result = {"role": "tool", "content": "high", "tool_call_id": "a"}
-    chat.post([human("Tide?"), called, result], **tool, **names)
+    chat.post([human("Tide?"), called, result], **place)
     assert model.requests[1]["messages"][-2:] == [called, result]
     [turn] = chat.turns()
     assert (turn["query"], turn["response"]) == ("Tide?", "High.")
@@ -2675,12 +2442,10 @@ def test_the_endpoint_is_asked_once_and_its_own_error_is_passed_on(chat, model):
     assert chat.sessions() == {}  # so the client may try again
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_leaves_before_the_first_byte_stops_the_model(
-    chat, model, is_stream
-):
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_disconnect_before_the_first_byte_stops_the_model(chat, model, stream):
     model.answers = [[PAUSE, "stop"]]
-    body = {"messages": [human("Hi!")], "stream": is_stream, "user": "ann"}
+    body = {"messages": [human("Hi!")], "stream": stream, "user": "ann"}
     async with httpx.AsyncClient(base_url=chat.url) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
         await eventually(lambda: model.requests)
@@ -2706,44 +2471,30 @@ def test_every_route_but_these_needs_the_key(keyed):
     assert {keyed.http.get(path).status_code for path in public} == {200}
     assert {keyed.http.request(*route).status_code for route in others} == {401}
     assert ("post", "/chat") in others and "/chat" in keyed.http.get("/").text
+    headers = {"Authorization": "Bearer sesame", "Host": "any.example"}
+    assert keyed.http.post("/chat", json=HELLO, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "header", ["Bearer", "Bearer sesames", "Bearer é", "Basic sesame", "sesame"]
-)
-def test_a_wrong_key_is_refused_before_the_body_is_read(keyed, header):
-    headers = {"Authorization": header.encode()}
+@pytest.mark.parametrize("sent", ["Bearer", "Bearer é", "Bearer sesam", "Basic sesame"])
+def test_a_wrong_key_is_refused_before_the_body_is_read(keyed, sent):
+    headers = {"Authorization": sent.encode()}
     response = keyed.http.post("/chat", content="no JSON", headers=headers)
     assert (response.status_code, "detail" in response.json()) == (401, True)
     assert "sesame" not in response.text
 
 
-def test_with_the_key_every_host_and_user_is_answered(keyed):
-    headers = {"Authorization": "Bearer sesame", "Host": "chat.example"}
-    assert keyed.http.post("/chat", json=HELLO, headers=headers).status_code == 200
-    assert keyed.http.get("/users/ann/sessions", headers=headers).status_code == 200
-
-
-@cases(
-    "origin, allowed",
-    ("allowed", "https://chat.example", "https://chat.example"),
-    ("another", "http://x.test", None),
-)
-def test_a_preflight_passes_if_its_origin_is_allowed(keyed, origin, allowed):
-    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+def test_a_preflight_passes_if_its_origin_is_allowed(keyed):
+    headers = {"Access-Control-Request-Method": "POST"}
     headers["Access-Control-Request-Headers"] = "authorization,content-type"
-    response = keyed.http.options("/chat", headers=headers)
-    assert response.status_code != 401
-    assert response.headers.get("Access-Control-Allow-Origin") == allowed
+    for origin, status in (("https://chat.example", 200), ("http://x.test", 400)):
+        response = keyed.http.options("/chat", headers=headers | {"Origin": origin})
+        assert response.status_code == status
 
 
-@cases(
-    "host, status",
-    ("allowed", "chat.internal", 200),
-    ("an address", "[::1]:8000", 200),
-    ("another", "evil.example", 400),
-)
-def test_without_a_key_only_allowed_hosts_are_answered(start, host, status):
+def test_without_a_key_only_allowed_hosts_are_answered(start, caplog):
+    hosts = {"chat.internal": 200, "[::1]:8000": 200, "evil.example": 400}
     with start(allowed_hosts=("chat.internal", "[::1]")) as chat:
-        response = chat.http.get("/users/ann/memories", headers={"Host": host})
-    assert response.status_code == status
+        for host, status in hosts.items():
+            response = chat.http.get("/users/ann/memories", headers={"Host": host})
+            assert response.status_code == status, host
+    assert "No API_KEY" in caplog.text
