@@ -74,7 +74,7 @@ class Settings(memory.Settings):
     memory_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     embedding_base_url: HttpUrl | None = None  # None: openai_base_url
     embedding_api_key: Key = ""  # empty: openai_api_key
-    embedding_model: str = ""  # empty: see `embedding_endpoint`
+    embedding_model: str = ""  # empty: see `Service`
     rerank_base_url: HttpUrl | None = None  # None: nothing is reranked
     rerank_api_key: Key = ""
     rerank_model: str = ""  # empty: the endpoint's first
@@ -901,7 +901,8 @@ class Service:
         try:
             completion = await self.chat.post("/chat/completions", body)
         except Failure as failure:
-            # Before a call has succeeded, the endpoint may refuse a field of all calls.
+            # Until a call has succeeded, the endpoint may refuse a field of all calls, so
+            # learning waits. Later, it refuses this request, so less is asked for.
             is_refusal = failure.status_code == failure.upstream_status
             is_refusal = is_refusal and failure.code == "upstream_rejected"
             if failure.code == "context_too_long" or (is_refusal and self.has_learned):
@@ -1063,7 +1064,7 @@ class CompletionRequest(BaseModel, extra="allow"):
 async def completions(
     request: Request, body: CompletionRequest, service: TheService
 ) -> Response:
-    """Pass a request on, with hints before its last user message; save the answer."""
+    """Pass a request on, with hints in its last user message, and save the answer."""
     return Relay(service, body.model_dump(), request.headers)
 
 
@@ -1074,6 +1075,7 @@ class Relay(TurnResponse):
         self.request, self.is_stream = body, bool(body.get("stream"))
         self.media_type = "text/event-stream" if self.is_stream else "application/json"
         self.whole = b""  # an answer that is not streamed
+        self.has_begun = False  # Was a chunk sent?
         body.pop("model", None)  # it is always ours
         users = [m for m in body["messages"] if m.get("role") == "user"]
         texts = [clean(text_of(message)) for message in users]
@@ -1092,14 +1094,14 @@ class Relay(TurnResponse):
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
                 if self.is_stream and chunk is not DONE:
-                    # Not earlier, because a failure before it has a status of its own.
-                    self.ping = b": ping\n\n"
+                    # No ping earlier: a failure before it has a status of its own.
+                    self.has_begun, self.ping = True, b": ping\n\n"
                     await self.put(sse_event(chunk))
                 elif chunk is not DONE:
                     self.whole = to_json(chunk).encode()
 
     async def add_hints(self, turn: Turn, body: Json) -> list[Message]:
-        """Return the messages with hints before the last of the user, if they fit."""
+        """Return the messages with hints in the last of the user, if they fit."""
         messages = body["messages"]
         texts = [text_of(message) for message in messages]
         block = (await turn.hints(self.query, texts)).block()
@@ -1120,7 +1122,7 @@ class Relay(TurnResponse):
         return bool(self.reply.text) and not self.reply.calls
 
     def last_event(self) -> bytes:
-        if self.failure and not self.ping:  # nothing was sent, so it has a status
+        if self.failure and not self.has_begun:  # so it has a status of its own
             raise self.failure
         if self.failure:
             return sse_event(openai_error(self.failure))

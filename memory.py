@@ -227,7 +227,7 @@ class Memory:
         self.users = WeakValueDictionary[str, User]()
         self.newest = OrderedDict[str, User]()
         self.writes: set[asyncio.Task[Any]] = set()
-        self.lock = -1  # the descriptor of .lock while this process owns the folder
+        self.folder_lock = -1  # the descriptor of .lock while this process owns it
 
     async def open(self) -> None:
         """Take the folder, and go on learning what a stop or a crash left.
@@ -237,11 +237,11 @@ class Memory:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)  # an older version may have made it
-        self.lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self.folder_lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Not lockf, because its locks belong to the process: it would let in a
             # second Memory of this process.
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             await self.close()
             raise RuntimeError(f"another process uses {self.folder}") from None
@@ -259,9 +259,13 @@ class Memory:
         while self.learner.tasks or self.writes:  # a turn that ends may start others
             await self.learner.stop()
             await asyncio.gather(*self.writes, return_exceptions=True)
-        if self.lock >= 0:
-            os.close(self.lock)  # this frees the folder
-        self.lock = -1
+        if self.is_open:
+            os.close(self.folder_lock)  # this frees the folder
+        self.folder_lock = -1
+
+    @property
+    def is_open(self) -> bool:
+        return self.folder_lock >= 0
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -338,8 +342,8 @@ class Memory:
         If all facts fit the hints and no search has run, none are needed.
         """
         facts = [*user.record.facts.values()]
-        fitting = fit_budget(facts, self.settings.hint_tokens, hint_line)
-        if fitting == facts and not user.needs_vectors:
+        fits = fit_budget(facts, self.settings.hint_tokens, hint_line) == facts
+        if fits and not user.needs_vectors:
             return False
         texts = {id: f["text"] for id, f in zip(self.search.vector_ids(facts), facts)}
         missing = [id for id in texts if id not in user.vectors]
@@ -618,7 +622,7 @@ class Learner:
 
     def schedule(self, folder: str) -> None:
         """Let a user's task look at what waits, now or after its current round."""
-        if self.memory.lock < 0:  # it was closed before the turn ended
+        if not self.memory.is_open:  # it was closed before the turn ended
             return
         self.scheduled.add(folder)
         if folder not in self.tasks:
@@ -708,9 +712,12 @@ class Learner:
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
         # Each failure halves the budget of the examples, and that of facts and turns.
-        budget = int(self.memory.limits().context_tokens * REQUEST_SHARE)
-        prompt = learning_prompt(int(budget * EXAMPLES_SHARE) >> failures)
-        budget = (budget - prompt_tokens(prompt)) >> failures
+        budget, divisor = (
+            self.memory.limits().context_tokens * REQUEST_SHARE,
+            2**failures,
+        )
+        prompt = learning_prompt(int(budget * EXAMPLES_SHARE) // divisor)
+        budget = int(budget - prompt_tokens(prompt)) // divisor
         shown = await self.facts_to_show(user, batch, int(budget * FACTS_SHARE))
         request = await asyncio.to_thread(learning_request, shown, batch, budget)
         schema = operations_schema(len(shown))
@@ -1578,7 +1585,7 @@ SECRETS = {  # the tests have an example of each
     "private key": r"-----BEGIN\ [\w\ ]*PRIVATE\ KEY[\s\S]*",
     "password in a URL": r"(?<=://)[^\s/:@]*:[^\s/]+(?=@)",
     "password": rf"{PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*",
-    "its verb elsewhere": r"(?:hasło(?:\ \w+)?\ to|पासवर्ड(?=\ \S+\ है))\ \S+",
+    "password, verb after it": r"(?:hasło(?:\ \w+)?\ to|पासवर्ड(?=\ \S+\ है))\ \S+",
     "token": rf"{TOKEN}{FOR}{IS}(?=\S*\d)[^\s,;。，]{{6,}}",
     "PIN": rf"(?-i:\b(?:PIN|OTP|CVV|CVC|SSN|IBAN)(?:{IS}|\s+)[A-Z]{{0,2}}\d[\d\ -]{{2,}})",
 }
@@ -1675,7 +1682,7 @@ def on_disk(
                     user.is_loaded = False  # nobody knows what is in the files now
                     raise
 
-        if user.memory.lock < 0:
+        if not user.memory.is_open:
             raise RuntimeError("this memory is closed")
         # A task of its own, because a cancelled caller must not cut it short.
         task = asyncio.create_task(work())

@@ -47,7 +47,7 @@ RULES = (  # what is said, how the fact begins that ends, and the new fact
     (r"I like (?!\w+ instead)([^.!?]+)", "", r"User likes \1."),
     (r"I use (\w+)(?: and \w+)? as (.+?)s$", "", r"User uses \1 as a \2."),
     (r"I use \w+ and (\w+) as (.+?)s$", "", r"User uses \1 as a \2."),
-    (r"I use (\w+)$", "", r"User uses \1."),
+    (r"I use (\w+)[.!]?$", "", r"User uses \1."),
     (r"[Mm]y name is (\w+)", "User's name", r"User's name is \1."),
     (r"my (\w+) comes from (\w+)", r"User's \1", r"User's \1 comes from \2."),
 )
