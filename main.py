@@ -511,7 +511,7 @@ class AgentRun(TurnResponse):
         # Before the event `memory`, because this removes hints that do not fit.
         self.request["messages"] = await self.build_prompt(turn, hints)
         told: Json = {"facts": hints.for_client(), "degraded": hints.degraded}
-        told["pending"] = len(turn.user.unlearned) if turn else 0
+        told["pending"] = len(turn.unlearned) if turn else 0
         await self.put(to_line("memory", **told))
         await self.run_rounds()
 

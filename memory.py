@@ -291,10 +291,10 @@ class Memory:
             user = self.user(name)
             async with user.session_locks.setdefault(session_id, asyncio.Lock()):
                 try:
-                    transcript = await user.begin_turn(name, session_id)
+                    known = await user.begin_turn(name, session_id)
                 except NotFound:  # the user was deleted while this turn waited
                     continue
-                yield Turn(self, user, session_id, transcript)
+                yield Turn(self, user, session_id, *known)
                 return
 
     def user(self, user_id: str) -> "User":
@@ -423,6 +423,8 @@ class Turn:
     user: "User"
     session_id: str
     transcript: "Transcript"
+    facts: list[Fact]  # that have not faded, best first
+    unlearned: list[TurnRow]  # of all sessions, oldest first
     query: str = ""  # set by `hints`, for the tools
 
     @property
@@ -448,10 +450,7 @@ class Turn:
         self.query, settings = query, self.memory.settings
         just_said = self.just_said(settings.hint_tokens // 3, shown)
         budget = settings.hint_tokens - sum(map(count_tokens, just_said))
-        # Read after `just_said`. So a turn that is learned between the two reads is there
-        # twice, and never missing.
-        facts = await asyncio.to_thread(current_facts, self.user.record)
-        facts = facts if settings.hint_tokens else []
+        facts = self.facts if settings.hint_tokens else []
         degraded = [] if self.memory.search.embed else ["embeddings"]
         if fit_budget(facts, budget, hint_line) != facts:
             facts = [fact for fact in facts if fact["kind"] == "profile"]
@@ -470,7 +469,7 @@ class Turn:
             budget: Tokens of all lines together. Each is cut, so that the newest fits.
         """
         in_prompt = {*shown} or {row["query"] for row in self.replayed}
-        queries = [turn["query"] for turn in reversed(self.user.unlearned)]
+        queries = [turn["query"] for turn in reversed(self.unlearned)]
         new = [query for query in queries if query and query not in in_prompt]
         # 2,000 bytes hold the characters that are shown; the rest is not cleaned.
         texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
@@ -555,7 +554,7 @@ class Turn:
 
     async def propose_memory(self, items: list[str]) -> list[Json]:
         """Propose short facts about the user to remember, in the third person."""
-        rows = [*self.transcript.turns, *self.user.unlearned]
+        rows = [*self.transcript.turns, *self.unlearned]
         said = word_set(self.query).union(*(word_set(row["query"]) for row in rows))
         id = f"{self.session_id}/{self.number}"
         turn = {"id": id, "ended_at": now(), "query": self.query}
@@ -1716,8 +1715,13 @@ class User:
         self.is_loaded = self.is_deleted = False
 
     @on_disk
-    def begin_turn(self, name: str, session_id: str) -> Transcript:
-        """Make the user's folder if needed, and return what the session holds."""
+    def begin_turn(
+        self, name: str, session_id: str
+    ) -> tuple["Transcript", list[Fact], list[TurnRow]]:
+        """Make the user's folder if needed, and return what a turn builds on.
+
+        Facts and turns that wait are read together: what is no longer one is the other.
+        """
         # No other method makes it: a late turn must not bring a deleted user back.
         if not self.is_deleted and not self.folder.is_dir():
             self.folder.mkdir()
@@ -1725,7 +1729,8 @@ class User:
         self._load()
         if self.record.name != name:
             self._write(replace(self.record, name=name))
-        return read_transcript(self.folder, session_id)
+        transcript = read_transcript(self.folder, session_id)
+        return transcript, current_facts(self.record), self.unlearned
 
     @on_disk
     def append(self, session_id: str, row: Json, last: TurnRow | None) -> None:
