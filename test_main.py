@@ -1378,17 +1378,6 @@ async def test_after_a_bad_answer_turns_are_learned_alone_and_shorter(opened, le
     assert (opened.learner.given_up, opened.degraded) == (0, {})
 
 
-@pytest.mark.parametrize("size", [4096, 8192])
-async def test_learning_leaves_a_quarter_of_the_context(learner, tmp_path, size):
-    async with open_memory(tmp_path, learner, limits=lambda: memory.Limits(size)) as it:
-        for n in range(3):
-            await say(it, f"第{n}次，" + "我喜欢喝茶，" * 3000, "茶" * 9000)
-        await it.idle()
-    for body in learner.learnings:
-        tokens = [memory.count_tokens(m["content"]) for m in body["messages"]]
-        assert sum(tokens) <= 0.75 * size
-
-
 async def test_facts_beyond_the_bound_go_lowest_score_first(learner, tmp_path):
     async with open_memory(tmp_path, learner, max_facts=3) as opened:
         await teach(opened, learner, "User skis.", importance=0.3)
@@ -2323,6 +2312,17 @@ def test_an_endpoints_answer_is_passed_on_field_by_field(chat, model, user):
     assert whole.json() == WHOLE
     assert streamed.headers["Content-Type"].startswith("text/event-stream")
     assert whole.headers["Content-Type"] == "application/json"
+
+
+def test_openais_helpers_parse_a_form(chat, model):
+    City = main.pydantic.create_model("City", name=(str, ...))
+    client = openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none")
+    asked = {"model": "any", "messages": [human("Hi!")], "response_format": City}
+    model.answers = [completion('{"name": "Ghent"}'), reply('{"name": ', '"Ghent"}')]
+    parsed = client.chat.completions.parse(**asked).choices[0].message.parsed
+    with client.chat.completions.stream(**asked) as events:
+        streamed = events.get_final_completion().choices[0].message.parsed
+    assert parsed == streamed == City(name="Ghent")
 
 
 def test_openais_client_gets_memory_by_its_base_url(chat, model):
