@@ -67,10 +67,12 @@ class Settings(memory.Settings):
     """Every setting. In the environment, their names are in upper case."""
 
     openai_base_url: HttpUrl | None = None  # None: OpenAI itself
-    openai_api_key: Key = ""
+    openai_api_key: Key = ""  # your own endpoint may need none
     chat_model: str = ""  # empty: the endpoint's first; OpenAI's: gpt-4.1-mini
+    # Merged into each chat request; a null removes a field
     chat_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     memory_model: str = ""  # empty: the chat model
+    # Merged into each learning request
     memory_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     embedding_base_url: HttpUrl | None = None  # None: openai_base_url
     embedding_api_key: Key = ""  # empty: openai_api_key
@@ -78,14 +80,14 @@ class Settings(memory.Settings):
     rerank_base_url: HttpUrl | None = None  # None: nothing is reranked
     rerank_api_key: Key = ""
     rerank_model: str = ""  # empty: the endpoint's first
-    data_dir: Path = Path("data")
+    data_dir: Path = Path("data")  # the only folder that the service writes
     api_key: Key = ""  # of this service; empty: open to all
     allowed_hosts: Names = ("localhost", "127.0.0.1", "[::1]")  # without an API_KEY
     cors_origins: Names = ()  # of browser front ends
     max_body_bytes: PositiveInt = 20 << 20  # of a request, because of pictures
     max_rounds: PositiveInt = 8  # requests to the model in one turn
     tool_timeout: Seconds = 30.0  # of each call
-    upstream_timeout: Seconds = 60.0  # without a byte from the endpoint
+    upstream_timeout: Seconds = 60.0  # without a byte; five times if not streamed
     context_tokens: NonNegativeInt = 0  # 0: as the endpoint says, else 8192
     ping_after: Seconds = 15.0  # without an event
     unread_limit: Seconds = 60.0  # then a turn whose events nobody reads ends
@@ -113,7 +115,7 @@ class Settings(memory.Settings):
 
 # In ASCII, because some clients would end a line at U+2028.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
-DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # stands for `[DONE]`
+DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # `[DONE]`, compared by `is`
 Parts = list[tuple[str, str]]  # what a chunk adds: an event's type and its text
 
 
@@ -534,6 +536,7 @@ class AgentRun(TurnResponse):
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
         max_rounds = self.service.settings.max_rounds
+        # None: the model may call tools. "none": it must answer.
         tool_choice: Any = PLAN_CALL if self.row["reasoning_mode"] else None
         for number in range(1, max_rounds + 1):
             if number == max_rounds:
@@ -786,7 +789,8 @@ def clean(text: str) -> str:
 def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments, or None if they are no object that can be saved."""
     with suppress(ValueError):
-        # In a file they stand five levels deep: tables, turns, turn, tools, call.
+        # Pydantic refuses what is nested too deeply. In a file, arguments stand five
+        # levels deep: tables, turns, turn, tools, call.
         [[[[[arguments]]]]] = ANY_JSON.validate_json(f"[[[[[{text or '{}'}]]]]]")
         json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
         if isinstance(arguments or {}, dict):  # null and [] are no arguments
@@ -835,7 +839,7 @@ class Service:
     async def open(self) -> None:
         """Open the memory, and log what the endpoints serve."""
         await self.memory.open()
-        for logger in (memory.log, tools.log):  # where a plain uvicorn shows them
+        for logger in (memory.log, tools.log):  # so that a plain uvicorn shows them
             logger.parent = log
         log.info("The data is in %s (DATA_DIR).", self.memory.folder)
         if not self.settings.api_key:
@@ -901,8 +905,8 @@ class Service:
         try:
             completion = await self.chat.post("/chat/completions", body)
         except Failure as failure:
-            # Until a call has succeeded, the endpoint may refuse a field of all calls, so
-            # learning waits. Later, it refuses this request, so less is asked for.
+            # Until a call has succeeded, the endpoint may refuse a field of all calls.
+            # So learning waits. Later, it refuses this request, so less is asked for.
             is_refusal = failure.status_code == failure.upstream_status
             is_refusal = is_refusal and failure.code == "upstream_rejected"
             if failure.code == "context_too_long" or (is_refusal and self.has_learned):

@@ -81,7 +81,7 @@ class Settings:
     history_turns: PositiveInt = 6  # newest turns that are never summarized
     max_facts: PositiveInt = 2000  # per user
     learn_concurrency: PositiveInt = 4  # users learned from at the same time
-    embedding_timeout: Seconds = 2.0  # before a first token
+    embedding_timeout: Seconds = 2.0  # before a first token; five times in a tool
     rerank_timeout: Seconds = 0.5
     embedding_query_prefix: str = ""  # what the embedding model wants before a query
     embedding_document_prefix: str = ""  # what it wants before a document
@@ -298,7 +298,7 @@ class Memory:
                 return
 
     def user(self, user_id: str) -> "User":
-        """Return a user, who need not exist. Raises ValueError if the name is not valid."""
+        """Return a user, who need not exist. Raises ValueError as `normal_name`."""
         return self.user_in_folder(folder_name(normal_name(user_id)))
 
     def user_in_folder(self, folder: str) -> "User":
@@ -357,7 +357,7 @@ class Memory:
     def pending(self) -> int:
         """Turns that wait to be learned, at least one for each user whose task runs.
 
-        Right after a start, the sessions that wait.
+        A user who is not loaded counts the sessions that waited at the start.
         """
         loaded = [user for user in self.users.values() if user.is_loaded]
         counts = {user.folder.name: len(user.unlearned) for user in loaded}
@@ -572,13 +572,16 @@ class Turn:
 
     async def search_conversations(self, query: str, k: int = 3) -> str:
         """Search what the user and the assistant said in past conversations."""
+        # A row has two texts. A row without an id stands before each session.
         rows = await asyncio.to_thread(read_conversations, self.user.folder)
         texts = [row[key] for row in rows for key in ("query", "response")]
         places = await self.memory.search.rank_messages(query, texts)
         lines, shown = [], set[int]()
         for n in (place // 2 for place in places):
-            if n in shown or k < 1:
+            if n in shown:
                 continue
+            if k < 1:
+                break
             k -= 1
             lines.append(f"Conversation {session_of(rows[n])}:")
             for row in filter(session_of, rows[n - 1 : n + 2]):
@@ -1310,7 +1313,9 @@ class Search:
         if self.rerank and found:
             work = rerank_best(self.rerank, query, found[: max(k, RERANKED)], k)
             best = await self.attempt("rerank", work, self.settings.rerank_timeout)
-            found, degraded = best or found, degraded + ["rerank"] * (not best)
+            if not best:
+                degraded.append("rerank")
+            found = best or found
         return found[:k], degraded
 
     async def rank_messages(self, query: str, texts: list[str]) -> list[int]:

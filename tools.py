@@ -100,8 +100,8 @@ OPERATORS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 OPERATORS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
 OPERATORS |= {ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS = {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
-# 15% is per cent, but before a number, a name or a parenthesis, % is a remainder. So is
-# 7 % -4, but not 20%-4.
+# % is per cent, as in 15% and 20%-4. If an operand follows, it is a remainder, as in
+# 7 % 4, 7 % (2) and 7 % -4.
 PER_CENT = r"([\d.]+)\s*%(?!\s*[\w(.]|\s+-[\w(.])"
 
 

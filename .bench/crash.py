@@ -1,7 +1,7 @@
 """Is anything lost by kill -9, by a full disk, or by a task that is cancelled?
 
     python .bench/crash.py [--trials 500] [--seed 17]     # kills and a full disk
-    python .bench/crash.py --sweep                        # every step, in a minute
+    python .bench/crash.py --sweep                        # every step, half a minute
 
 A trial is a process that is killed 0 to 300 ms after its first work, and a second one
 that opens the folder again. Five trials share a folder. A turn counts when save() has
