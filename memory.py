@@ -759,14 +759,21 @@ class Learner:
 
         If the user may not have meant it so, the model is asked about it alone.
         """
-        op, fact, text = operation.op, operation.fact, operation.text
+        if operation.fact:
+            return await self.confirm_change(operation, operation.fact)
+        text, turn = operation.text, operation.turn
+        if share_word(text, turn["query"]):
+            return [operation]
+        assistant = turn["before"].partition("\nassistant: ")[2]
+        said = await self.ask_about("said", text, assistant, turn["query"])
+        return [operation] if is_said(said or "", turn["query"]) else []
+
+    async def confirm_change(
+        self, operation: "Operation", fact: Fact
+    ) -> list["Operation"]:
+        """Return what to do in place of an update or a delete of a fact."""
+        op, text = operation.op, operation.text
         query, before = operation.turn["query"], operation.turn["before"]
-        if not fact:
-            if share_word(text, query):
-                return [operation]
-            assistant = before.partition("\nassistant: ")[2]
-            said = await self.ask_about("said", text, assistant, query)
-            return [operation] if is_said(said or "", query) else []
         if is_clear(op, fact["text"], text, query, before):
             return [operation]
         left = await self.ask_about("still_true", fact["text"], before, query)
