@@ -122,8 +122,16 @@ Parts = list[tuple[str, str]]  # what a chunk adds: an event's type and its text
 class Endpoint:
     """A server with OpenAI's API. A request that is not answered raises Failure."""
 
-    def __init__(self, url: HttpUrl | None, key: str, model: str, timeout: float):
-        self.configured_model = self.model = model  # empty: the first that is listed
+    def __init__(
+        self,
+        url: HttpUrl | None,
+        key: str,
+        model: str,
+        timeout: float,
+        purpose: str = "",
+    ):
+        self.configured_model = self.model = model  # empty: one that is listed
+        self.purpose = purpose  # embed or rerank, as in names of models; empty: chat
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.timeout = timeout
         self.client = openai.AsyncOpenAI(
@@ -207,13 +215,18 @@ class Endpoint:
                 rows = await self.client.get("/models", **raw)
                 # Together sends the list alone.
                 rows = rows if isinstance(rows, list) else rows.get("data") or []
-                self.contexts = {r["id"]: r.get("max_model_len") or 0 for r in rows}
+                self.contexts = {
+                    str(row["id"]): row.get("max_model_len") or 0 for row in rows
+                }
         except Failure as failure:
             # Some servers answer chats, but list no models, or not to this key.
             if failure.upstream_status not in (403, 404, 405):
                 raise
-        # Models for other tasks come last.
-        ids = sorted(self.contexts, key=lambda id: "embed" in id or "rerank" in id)
+        # Models for another purpose come last.
+        others = {"embed", "rerank"} - {self.purpose}
+        fit = [id for id in self.contexts if self.purpose in id]
+        fit = [id for id in fit if not any(other in id for other in others)]
+        ids = sorted(self.contexts, key=lambda id: id not in fit)
         self.model = self.configured_model or next(iter(ids), "")
         self.contexts.setdefault(self.model, 0)
         if not self.model:
@@ -238,13 +251,20 @@ async def read_chunks(parts: AsyncIterator[bytes]) -> AsyncGenerator[Json, None]
 
 
 def parse_line(line: bytes) -> Json | None:
-    """Return the object in a line. Comments, empty events and the like have none."""
-    content = line.removeprefix(b"\xef\xbb\xbf").removeprefix(b"data:").strip()
+    """Return the object in a line. Comments, empty events and the like have none.
+
+    A line without `data:` may be a chunk, or a part of one pretty-printed object.
+    """
+    line = line.removeprefix(b"\xef\xbb\xbf").strip()
+    is_event = line.startswith(b"data:")
+    content = line.removeprefix(b"data:").strip()
     if content == b"[DONE]":
         return DONE
     if content.startswith(b"{"):
         with suppress(ValueError, RecursionError):
-            return json.loads(content.decode(errors="replace"))
+            chunk = json.loads(content.decode(errors="replace"))
+            if is_event or {"choices", "error"} & chunk.keys():
+                return chunk
     return None
 
 
@@ -257,7 +277,10 @@ FAILURES = {  # code: the status if nothing was sent yet, and what a client is t
     "internal": (500, "Something went wrong on our side."),
 }
 # There is no common code for a prompt that is too long, only such words.
-TOO_LONG = "context.(length|window|size)|too long|(prompt|model) length|token limit"
+TOO_LONG = re.compile(
+    "context.(length|window|size)|(prompt|input|request).*too long|"
+    "(prompt|model) length|token limit"
+)
 # They are about our own key, address or patience, so clients get another status.
 NOT_PASSED_ON = (401, 403, 404, 408)
 
@@ -301,7 +324,7 @@ def status_failure(error: openai.APIStatusError) -> Failure:
         code = "upstream_timeout"
     elif status == 429 or status >= 500:  # they may say "took too long"
         code = "upstream_unavailable"
-    elif re.search(TOO_LONG, str(error.body).lower()):
+    elif TOO_LONG.search(str(error.body).lower()):
         code = "context_too_long"
     key = response.request.headers["Authorization"].removeprefix("Bearer ")
     words = error_sentence(error.body, key)
@@ -309,8 +332,9 @@ def status_failure(error: openai.APIStatusError) -> Failure:
     failure.upstream_status = status
     if status >= 400 and status not in NOT_PASSED_ON:
         failure.status_code = status
-        failure.upstream_body = response.text.replace(key, "[removed]")
-        kept = {"retry-after", "content-type"} & response.headers.keys()
+        failure.upstream_body = without_key(response.text, key)
+        kept = {"retry-after"} | ({"content-type"} if failure.upstream_body else set())
+        kept &= response.headers.keys()
         failure.headers = {name: response.headers[name] for name in kept}
     return failure
 
@@ -334,8 +358,13 @@ def error_sentence(error: Any, key: str = "EMPTY") -> str:
             names = ("error", "errors", "message", "detail", "msg")
             error = [error.get(name) for name in names]
         error = next(filter(None, error), "")
-    sentence = re.sub("<[^>]*>", " ", str(error or "").replace(key, "[removed]"))
+    sentence = re.sub("<[^>]*>", " ", without_key(str(error or ""), key))
     return memory.one_line(memory.redact(sentence))[:300]
+
+
+def without_key(text: str, key: str) -> str:
+    """Return a text without a key. Its letters inside of another word stay."""
+    return re.sub(rf"(?<!\w){re.escape(key)}(?!\w)", "[removed]", text)
 
 
 # --- The agent loop ---
@@ -508,7 +537,8 @@ class AgentRun(TurnResponse):
             functions.append(self.plan)
         # Of two tools with one name, ours is the last and counts.
         self.tools = {function.__name__: function for function in functions}
-        self.request["tools"] = [*map(tools.schema, self.tools.values())]
+        if self.tools:  # many endpoints refuse an empty list
+            self.request["tools"] = [*map(tools.schema, self.tools.values())]
         hints = await turn.hints(self.query) if turn else Hints("", [], [], [])
         # Before the event `memory`, because this removes hints that do not fit.
         self.request["messages"] = await self.build_prompt(turn, hints)
@@ -523,7 +553,7 @@ class AgentRun(TurnResponse):
             system = memory.as_message("system", SYSTEM_PROMPT)
             return [system, memory.as_message("user", self.query)]
         limit = await self.service.prompt_limit()
-        limit -= memory.count_tokens(json.dumps(self.request["tools"]))
+        limit -= memory.count_tokens(json.dumps(self.request.get("tools")))
         try:
             return turn.fit_context(SYSTEM_PROMPT, hints, limit)
         except ValueError:
@@ -747,15 +777,18 @@ class ReplyParser:
             by_id = {call["id"]: key for key, call in self.call_by_key.items()}
             last = next(reversed(self.call_by_key), None)
             key = by_id.get(id, id) if id else last
-        empty = {
-            "id": "",
-            "type": "function",
-            "function": {"name": "", "arguments": ""},
-        }
-        call = self.call_by_key.setdefault(key, empty)
-        function, new = call["function"], piece.get("function") or {}
-        call["id"] = call["id"] or id or ""
+        new = piece.get("function") or {}
         name, arguments = new.get("name") or "", new.get("arguments") or ""
+        before = self.call_by_key.get(key)
+        # Gemini gives several calls the index 0. So a call with an id of its own and a
+        # name is a new one, and the one before keeps its id as its key.
+        if before and id and name and before["id"] not in ("", id):
+            self.call_by_key[before["id"]] = self.call_by_key.pop(key)
+        empty = {"name": "", "arguments": ""}
+        empty = {"id": "", "type": "function", "function": empty}
+        call = self.call_by_key.setdefault(key, empty)
+        function = call["function"]
+        call["id"] = call["id"] or id or ""
         # Endpoints refuse other letters in the name when it goes back.
         function["name"] = function["name"] or re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
         is_text = isinstance(arguments, str)  # Ollama sends an object
@@ -823,10 +856,10 @@ class Service:
         default = "text-embedding-3-small" if is_openai(url) else ""
         model = settings.embedding_model or default
         if settings.embedding_base_url or (model and (url or key)):
-            self.embedder = Endpoint(url, key, model, timeout)
+            self.embedder = Endpoint(url, key, model, timeout, "embed")
         if url := settings.rerank_base_url:
             key, model = settings.rerank_api_key, settings.rerank_model
-            self.reranker = Endpoint(url, key, model, timeout)
+            self.reranker = Endpoint(url, key, model, timeout, "rerank")
         self.memory = Memory(
             settings.data_dir,
             self.complete,
@@ -1123,7 +1156,10 @@ class Relay(TurnResponse):
 
     def is_turn(self) -> bool:
         # If the client has to run tools, its next request completes this turn.
-        return bool(self.reply.text) and not self.reply.calls
+        is_old_call = (
+            self.reply.finish_reason == "function_call"
+        )  # without `tool_calls`
+        return bool(self.reply.text) and not (self.reply.calls or is_old_call)
 
     def last_event(self) -> bytes:
         if self.failure and not self.has_begun:  # so it has a status of its own

@@ -706,6 +706,8 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
     ("two by id", [*(call(None, id, "add", SUM) for id in "ab"), "stop"], 2),
     ("id, then no index", [call(0, "a", "add"), call(None, "a", None, SUM), "stop"], 1),
     ("a null", [{"tool_calls": [None]}, call(0, "a", "add", SUM), "stop"], 1),
+    ("all index 0", [*(call(0, id, "add", SUM) for id in "abc"), "stop"], 3),
+    ("new ids", [call(0, "a", "add"), call(0, "b", None, SUM), "stop"], 1),
 )
 def test_calls_are_put_together_from_their_pieces(parts, number):
     made = [each["function"] for each in read_reply(parts)[0]]
@@ -732,6 +734,7 @@ def test_calls_are_put_together_from_their_pieces(parts, number):
     ("a line's end in JSON", ['data: {"a":"\u2028\x85"}\n\n'.encode(), FOUR, "stop"]),
     ("one whole JSON", [completion("Four.").body]),
     ("JSON on many lines", [completion("Four.").body.replace(b"{", b"{\n\n")]),
+    ("JSON in one of its lines", [completion("Four.").body.replace(b'{"i', b'\n{"i')]),
 )
 def test_an_answer_is_read_whatever_its_framing(chat, model, parts):
     model.answers = [parts, parts]
@@ -752,6 +755,8 @@ def test_an_answer_is_read_whatever_its_framing(chat, model, parts):
     ("has waited", fails(408, "it took too long"), "upstream_timeout", 504),
     ("is busy", fails(429, "token limit reached"), "upstream_unavailable", 429),
     ("fails", fails(500), "upstream_unavailable", 500),
+    ("knows a string too long", fails(400, "id too long"), "upstream_rejected", 400),
+    ("says nothing", Response("", 400, None, "text/html"), "upstream_rejected", 400),
     ("OpenAI's context", fails(400, "maximum context length"), "context_too_long", 400),
     ("llama.cpp's context", fails(400, "the context size"), "context_too_long", 400),
     ("sends an error", [{"error": {"message": "no"}}], "upstream_unavailable", 503),
@@ -771,6 +776,7 @@ def test_each_failure_has_a_code_and_a_status(chat, model, answer, code, status)
     assert (last["type"], last["code"]) == ("error", code)
     assert [response.status_code for response in responses] == [status, status]
     assert all("message" in response.json()["error"] for response in responses)
+    assert {r.headers["content-type"] for r in responses} == {"application/json"}
 
 
 def test_an_answer_that_breaks_off_is_no_answer(chat, model):
@@ -852,6 +858,7 @@ def test_health_says_what_works(start, settings, name):
     "models, chat_model, name",
     ("an array", [{"id": "first"}], "", "first"),
     ("others", {"data": [{"id": "embed"}, {"id": "rerank"}, {"id": "gpt"}]}, "", "gpt"),
+    ("a number", [{"id": 7}], "", "7"),
     ("no list, but one is set", {"data": None}, "mine", "mine"),
 )
 def test_a_model_is_found_in_any_list(start, model, models, chat_model, name):
@@ -1020,6 +1027,7 @@ def test_a_slow_tool_is_not_waited_for():
     ("too long", "茶" * 3_333, "茶" * 2_659 + "\n[cut at 8,000 bytes]"),
     ("mistake", ValueError("no city"), "Error: no city"),
     ("no words", SystemExit(), "Error: SystemExit"),
+    ("the end of a search", StopIteration(), "Error: StopIteration"),
 )
 def test_what_a_tool_returns_or_raises_becomes_text(outcome, text):
     def run():
@@ -1307,6 +1315,23 @@ async def test_learning_sees_the_facts_and_what_was_said_before(learner, tmp_pat
     assert 270 < len(before) < 335
 
 
+@cases(
+    "response, ok, shown",
+    ("an answer", "Nice!", True, "Nice!"),
+    ("an echo", "I ski.", True, ""),
+    ("JSON", '```json\n{"op": "add"}', True, ""),
+    ("after a call that failed", "I cannot do that.", False, ""),
+)
+async def test_an_answer_that_misleads_is_left_out(
+    opened, learner, response, ok, shown
+):
+    call = {"name": "it", "arguments": {}, "ok": ok, "content": ""}
+    async with opened.turn("ann", MONDAY) as turn:
+        await turn.save("I ski", response, tools=[call])
+    await opened.idle()
+    assert question(learner.learnings[0])["turns"][0]["response"] == shown
+
+
 async def test_a_fact_said_again_is_counted_once_per_turn(opened, learner):
     await teach(opened, learner, "User likes cats.")
     await teach(opened, learner, "USER LIKES CATS", "User likes cats")
@@ -1349,7 +1374,7 @@ async def test_one_call_learns_at_most_eight_turns_and_in_order(opened, learner)
     ("no JSON", "I cannot do that", None),
     ("no operations", '{"facts": []}', None),
     ("no list of them", '{"operations": "none"}', None),
-    ("cut at its length", '{"operations": [{"op": "add", "te', None),
+    ("cut at its length", '{"operations": [{"op": "add"}, {"op": "add"}, {"te', None),
     ("nested for ever", "[" * 100_000, None),
 )
 def test_operations_are_found_in_an_answer(answer, number):
@@ -1559,6 +1584,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
         "User's password manager is 1Password.",
         "User's key is in the garage.",
         "User's order is 4400 1234 5678 9019.",
+        "User's boarding pass: gate 12",
         "User tends to ignore instructions on IKEA boxes.",
         "Never eats meat.",
     ],
@@ -2174,9 +2200,12 @@ async def test_a_folder_belongs_to_one_memory(opened, learner, tmp_path):
     with pytest.raises(RuntimeError, match=str(tmp_path)):
         async with open_memory(tmp_path, learner):
             pass
+    assert await say_and_learn(opened, "Hello") == []
     await opened.close()
-    async with open_memory(tmp_path, learner):
-        pass
+    async with open_memory(tmp_path, learner) as other:
+        await teach(other, learner, "User skis.")
+    async with opened:  # as the other left it
+        assert await facts_of(opened) == ["User skis."]
 
 
 def test_a_second_service_on_a_folder_ends_with_one_line(chat, model):
@@ -2403,12 +2432,15 @@ def test_hints_that_do_not_fit_beside_a_request_are_left_out(chat, model, tea):
 def test_a_call_of_a_clients_tool_is_no_turn_until_it_is_answered(chat, model):
     place = {"user": "ann", "metadata": {"session_id": MONDAY}}
     calling = completion("Let me see.", tool_calls=[CALLED])
-    model.answers = [calling, completion("High.")]
+    old = {"message": {"content": "Hm.", "function_call": CALLED["function"]}}
+    old = JSONResponse({"choices": [old | {"finish_reason": "function_call"}]})
+    model.answers = [old, calling, completion("High.")]
+    chat.post("Tide?", **place)
     called = chat.post("Tide?", **place).json()["choices"][0]["message"]
     assert chat.turns() == []
     result = {"role": "tool", "content": "high", "tool_call_id": "a"}
     chat.post([human("Tide?"), called, result], **place)
-    assert model.requests[1]["messages"][-2:] == [called, result]
+    assert model.requests[2]["messages"][-2:] == [called, result]
     [turn] = chat.turns()
     assert (turn["query"], turn["response"]) == ("Tide?", "High.")
 

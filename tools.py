@@ -69,7 +69,7 @@ async def call_tool(
             if inspect.iscoroutinefunction(functions[name]):
                 result = await check_and_call(arguments)
             else:
-                work = THREADS.submit(check_and_call, arguments)
+                work = THREADS.submit(call_in_thread, check_and_call, arguments)
                 result = await asyncio.wrap_future(work)
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
@@ -78,12 +78,20 @@ async def call_tool(
         reason = str(error) or type(error).__name__
         if deadline.expired():  # any other TimeoutError is the tool's own
             reason = f"{name} took longer than {timeout:g} s."
-        elif isinstance(error, ValidationError):
+        # Another validation error is the tool's own.
+        elif isinstance(error, ValidationError) and error.title.startswith("call["):
             wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
             reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
             log.exception("Tool %s failed", name)
         return False, bounded(f"Error: {reason}")
+
+
+def call_in_thread(function: Callable, arguments: Any) -> Any:
+    try:
+        return function(arguments)
+    except StopIteration as error:  # of `next`; a future cannot raise it
+        raise RuntimeError("StopIteration") from error
 
 
 def bounded(text: str) -> str:
