@@ -148,7 +148,7 @@ class Endpoint:
         raw: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
         # If only one choice is asked for, a complete reply stands whatever follows it.
         with endpoint_errors(reply if body.get("n") in (None, 1) else None):
-            stream = await self.send("/chat/completions", body, max_retries, **raw)
+            stream = await self.post("/chat/completions", body, max_retries, **raw)
             parts = stream.response.aiter_bytes()
             async with stream, aclosing(read_chunks(parts)) as chunks:
                 async for chunk in chunks:
@@ -161,13 +161,7 @@ class Endpoint:
                         await anext(chunks, None)
         yield DONE, reply.finish()
 
-    async def post(self, path: str, body: Json) -> Json:
-        with endpoint_errors():
-            answer = await self.send(path, body)
-            first_choice(answer)  # an error may come with status 200
-        return answer
-
-    async def send(
+    async def post(
         self, path: str, body: Json, max_retries: int = 1, **raw: Any
     ) -> Any:
         # openai's own encoder fails at lone surrogates.
@@ -180,11 +174,13 @@ class Endpoint:
             "max_retries": max_retries,
         }
         # `object` gives dicts, because typed objects of all chunks cost much CPU.
-        try:
-            return await self.client.post(path, content=content, cast_to=object, **raw)
-        except openai.NotFoundError:  # it may serve another model now
-            self.model = self.configured_model
-            raise
+        raw |= {"content": content, "cast_to": object}
+        with endpoint_errors():
+            try:
+                return await self.client.post(path, **raw)
+            except openai.NotFoundError:  # it may serve another model now
+                self.model = self.configured_model
+                raise
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text, as the endpoint sends it."""
