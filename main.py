@@ -587,8 +587,8 @@ class AgentRun(TurnResponse):
     async def ask_model(self, tool_choice: Any) -> list[Json]:
         """Ask the model once. Return the calls that are to be run."""
         self.row["rounds"] += 1
-        choice = {"tool_choice": tool_choice} if tool_choice else {}
-        body = with_extra(self.request | choice, self.service.settings.chat_extra_body)
+        request = self.request | {"tool_choice": tool_choice}
+        body = with_extra(request, self.service.settings.chat_extra_body)
         self.reply = reply = ReplyParser()
         async with aclosing(self.service.chat.stream(body, reply)) as chunks:
             async for _, parts in chunks:
@@ -664,10 +664,8 @@ def to_line(type: str, **fields: Any) -> bytes:
 
 
 def with_extra(body: Json, extra: Json) -> Json:
-    """Return a body with the fields of a setting. A null in it removes a field."""
-    removed = [name for name, value in extra.items() if value is None]
-    merged = body | extra
-    return {name: merged[name] for name in merged if name not in removed}
+    """Return a body with the fields of a setting. A field that is null is not sent."""
+    return {n: value for n, value in (body | extra).items() if value is not None}
 
 
 # --- The reply ---
@@ -922,14 +920,13 @@ class Service:
         """
         self.require_model()
         body: Json = {
+            "model": self.settings.memory_model or None,  # None: the chat model
             "messages": messages,
             "temperature": 0,
             "response_format": {"type": "json_schema", "json_schema": schema},
             # A quarter of a large context is more than most models may write.
             "max_tokens": min(8192, self.limits().context_tokens // 4),
         }
-        if self.settings.memory_model:
-            body["model"] = self.settings.memory_model
         body = with_extra(body, self.settings.memory_extra_body)
         try:
             completion = await self.chat.post("/chat/completions", body)
