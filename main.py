@@ -176,11 +176,7 @@ class Endpoint:
         # `object` gives dicts, because typed objects of all chunks cost much CPU.
         raw |= {"content": content, "cast_to": object}
         with endpoint_errors():
-            try:
-                return await self.client.post(path, **raw)
-            except openai.NotFoundError:  # it may serve another model now
-                self.model = self.configured_model
-                raise
+            return await self.client.post(path, **raw)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text, as the endpoint sends it."""
