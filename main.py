@@ -669,7 +669,7 @@ def with_extra(body: Json, extra: Json) -> Json:
 TAG = re.compile("(</?think>)")
 # The end of a text that may be half of a tag, or </think> before the end of its line
 UNDECIDED = re.compile(r"(</?t?h?i?n?k?|</think>[ \t\r]*)\Z")
-ANY_JSON = pydantic.TypeAdapter(Any)
+ARGUMENTS = pydantic.TypeAdapter(Json | None)
 
 
 class ReplyParser:
@@ -811,13 +811,10 @@ def clean(text: str) -> str:
 
 def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments, or None if they are no object that can be saved."""
-    with suppress(ValueError):
-        # Pydantic refuses what is nested too deeply. In a file, arguments stand five
-        # levels deep: tables, turns, turn, tools, call.
-        [[[[[arguments]]]]] = ANY_JSON.validate_json(f"[[[[[{text or '{}'}]]]]]")
+    with suppress(ValueError):  # pydantic refuses what is nested too deeply
+        arguments = ARGUMENTS.validate_json(text or "null") or {}
         json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
-        if isinstance(arguments or {}, dict):  # null and [] are no arguments
-            return arguments or {}
+        return arguments
     return None
 
 
