@@ -375,10 +375,12 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class TurnResponse(StreamingResponse):
     """A response whose turn runs in a task of its own and puts events on a queue.
 
-    AgentRun (/chat) and Relay (/v1) have the methods `answer`, `is_turn` (is it saved?)
-    and `last_event`, which follows after the turn is saved or has failed.
+    AgentRun (/chat) and Relay (/v1) have the methods `answer` and `last_event`, which
+    follows after the turn is saved or has failed.
     """
 
+    answer: Callable[[Turn | None], Any]
+    last_event: Callable[[], bytes]
     task: asyncio.Task[None]  # `stream_response` sets it
     ping = b""  # sent after a silence; empty: nothing is sent
 
@@ -400,41 +402,34 @@ class TurnResponse(StreamingResponse):
         """Run the turn and send what it puts. If the client disconnects, stop it."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
-        self.task.add_done_callback(self.end)
+        self.task.add_done_callback(self.service.running.discard)
         start: Json = {"type": "http.response.start", "status": 200}
         start["headers"] = self.raw_headers
-        is_last = False
+        body: Json = {"type": "http.response.body", "more_body": True}
         try:
-            while not is_last:
-                event = await self.next_event()
-                is_last = not event
-                event = event or self.last_event()
+            async for event in self.events():
                 if start:  # only now, because a failure before it has another status
                     await send(start)
                     start = {}
-                body: Json = {"type": "http.response.body", "more_body": not is_last}
                 await send(body | {"body": event})
+            await send({"type": "http.response.body"})
         finally:
             self.task.cancel()
 
-    async def next_event(self) -> bytes:
-        """Return what was put, or a ping, or nothing after the end of the turn."""
-        event = b""
-        while not (event or self.task.done()):
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield what the turn puts, or a ping, and at last its end."""
+        while not (self.task.done() and self.queue.empty()):
             try:
                 async with asyncio.timeout(self.service.settings.ping_after):
                     event = await self.queue.get()
             except TimeoutError:
                 event = self.ping
-        # All that waits goes in one write, which saves a quarter of the CPU.
-        while not self.queue.empty():
-            event += self.queue.get_nowait()
-        return event
-
-    def end(self, task: asyncio.Task[None]) -> None:
-        self.service.running.discard(task)
-        if not self.queue.full():
-            self.queue.put_nowait(b"")  # wakes up `next_event`
+            # All that waits goes in one write, which saves a quarter of the CPU.
+            while not self.queue.empty():
+                event += self.queue.get_nowait()
+            if event:
+                yield event
+        yield self.last_event()
 
     async def put(self, event: bytes) -> None:
         """Send something. If nobody reads for too long, stop the turn."""
@@ -460,6 +455,9 @@ class TurnResponse(StreamingResponse):
             trace = self.failure.code == "internal"
             what = "a turn of session %r failed: %r"
             log.warning(what, self.session_id, error, exc_info=trace)
+        finally:
+            with suppress(asyncio.QueueFull):
+                self.queue.put_nowait(b"")  # wakes up `events`
 
     async def answer_and_save(self) -> None:
         """Answer the message, and save the turn even if that fails."""
@@ -478,14 +476,9 @@ class TurnResponse(StreamingResponse):
                     await turn.save(self.query, self.reply.text, status, **self.row)
                     self.turn_number = turn.number
 
-    async def answer(self, turn: Turn | None) -> None:
-        raise NotImplementedError
-
     def is_turn(self) -> bool:
+        """Tell whether this is a turn, so that it is saved."""
         return True
-
-    def last_event(self) -> bytes:
-        raise NotImplementedError
 
 
 UserName = Annotated[str, AfterValidator(memory.normal_name)]
