@@ -509,7 +509,6 @@ class AgentRun(TurnResponse):
         self.request: Json = {"stream": True, "stream_options": {"include_usage": True}}
         self.call_ids: set[str] = set()  # of all rounds
         self.steps: list[str] = []  # of the plan
-        self.finish_reason = ""
         self.usage: Counter[str] = Counter()
 
     async def answer(self, turn: Turn | None) -> None:
@@ -550,28 +549,19 @@ class AgentRun(TurnResponse):
         The last round may call no tools, so there is always an answer. Reasoning mode
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
-        max_rounds = self.service.settings.max_rounds
         # None: the model may call tools. "none": it must answer.
         tool_choice: Any = PLAN_CALL if self.row["reasoning_mode"] else None
-        for number in range(1, max_rounds + 1):
-            if number == max_rounds:
+        while not self.reply.text:  # `run_calls` takes it back
+            if self.row["rounds"] + 1 == self.service.settings.max_rounds:
                 tool_choice = "none"
-            if calls := await self.ask_model(tool_choice):
+            calls = await self.ask_model(tool_choice)
+            if calls:
                 await self.run_calls(calls)
-                tool_choice = None
-                continue
-            if not self.reply.text and tool_choice == "none":
+            elif not self.reply.text and tool_choice == "none":
                 self.reply.text = SORRY
                 await self.emit("token", text=SORRY)
-            if self.reply.text:
-                break
-            tool_choice = "none"  # ask once more, without tools
-        self.finish_reason = self.reply.finish_reason
-        # Servers mix these up. And the last of several rounds may call no tools, so its
-        # end may be forced.
-        if self.finish_reason in ("stop", "tool_calls", "function_call"):
-            is_forced = self.row["rounds"] == max_rounds > 1
-            self.finish_reason = "max_rounds" if is_forced else "stop"
+            # If the answer is empty, ask once more, without tools.
+            tool_choice = None if calls else "none"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
         """Ask the model once. Return the calls that are to be run."""
@@ -643,9 +633,14 @@ class AgentRun(TurnResponse):
     def last_event(self) -> bytes:
         if failure := self.failure:
             return to_line("error", code=failure.code, message=failure.detail)
-        end = {"turn": self.turn_number, "rounds": self.row["rounds"]}
-        end |= {"finish_reason": self.finish_reason, "usage": self.usage or None}
-        return to_line("done", response=self.reply.text, **end)
+        reason, rounds = self.reply.finish_reason, self.row["rounds"]
+        if reason in ("stop", "tool_calls", "function_call"):  # servers mix these up
+            # The last of several rounds may call no tools, so its end may be forced.
+            is_forced = rounds == self.service.settings.max_rounds > 1
+            reason = "max_rounds" if is_forced else "stop"
+        end = {"response": self.reply.text, "turn": self.turn_number, "rounds": rounds}
+        end |= {"finish_reason": reason, "usage": self.usage or None}
+        return to_line("done", **end)
 
 
 def to_line(type: str, **fields: Any) -> bytes:
