@@ -1040,12 +1040,8 @@ def test_what_a_tool_returns_or_raises_becomes_text(outcome, text):
 
 @cases(
     "expression, value",
-    ("operators", "-2 ** 2 + 7 // 2 + 7 % 4 + 7 % -4 =", "1"),
+    ("operators", "-2 ** 2 + 7 // 2 + +2 =", "1"),
     ("a large number", "2^100", "1267650600228229401496703205376"),
-    ("commas", "1,234,567.1 + +0.2", "1234567.3"),
-    ("per cent", "15% of 80 + 1 / 20%", "17"),
-    ("per cent without spaces", "15%of 80 + 20%-4", "8.2"),
-    ("a remainder", "12 %  -5", "-3"),
     ("functions", "sqrt(16) + log(8,2) + cos(2 * PI)", "8"),
 )
 def test_calculate_returns_the_value(expression, value):
@@ -1054,6 +1050,7 @@ def test_calculate_returns_the_value(expression, value):
 
 NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,23", "1.23,456", "2 +"]
 NO_SUMS += ["__import__('os')", "().real", "'a' * 9", "x", "1 << 9", "\ud800", "1j"]
+NO_SUMS += ["1,234 + 1", "15% of 80", "20% - 4"]
 
 
 @pytest.mark.parametrize("expression", NO_SUMS)

@@ -13,11 +13,10 @@ import inspect
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from operator import add, floordiv, mod, mul, neg, pos, sub, truediv
+from operator import add, floordiv, mul, neg, pos, sub, truediv
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo, available_timezones
 
@@ -105,24 +104,18 @@ def bounded(text: str) -> str:
 # --- The tools ---
 
 OPERATORS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
-OPERATORS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
+OPERATORS |= {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Pow: pow}
 OPERATORS |= {ast.UAdd: pos, ast.USub: neg}
 FUNCTIONS = {n: vars(math)[n] for n in ("sqrt", "log", "exp", "sin", "cos", "tan")}
-# % is per cent, as in 15% and 20%-4. If an operand follows, it is a remainder, as in
-# 7 % 4, 7 % (2) and 7 % -4.
-PER_CENT = r"([\d.]+)\s*%(?!\s*[\w(.]|\s+-[\w(.])"
 
 
 @tool
 def calculate(expression: Annotated[str, Field(max_length=500)]) -> str:
-    """Compute + - * / // % ^ sqrt exp log(x, base) pi and, of radians, sin cos tan."""
+    """Compute + - * / // ^ sqrt exp log(x, base) pi and, of radians, sin cos tan.
+
+    Write 15% as 0.15, and numbers without commas.
+    """
     text = expression.lower().replace("^", "**")
-    # 1,234 is 1234. But if a function is called, all commas separate arguments.
-    if not re.search(r"[a-z]\w*\s*\(", text):
-        groups = r"(?<![\d.,])\d{1,3}(,\d{3})+(?![\d,])"
-        text = re.sub(groups, lambda number: number[0].replace(",", ""), text)
-    text = re.sub(r"%\s*of\b", "% *", text)  # else % would be a remainder by "of"
-    text = re.sub(PER_CENT, r"(\1/100)", text)
     try:
         value = evaluate(ast.parse(text.strip("=? "), mode="eval").body)
         if not math.isfinite(value):
