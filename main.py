@@ -90,7 +90,7 @@ class Settings(memory.Settings):
     upstream_timeout: Seconds = 60.0  # without a byte; five times if not streamed
     context_tokens: NonNegativeInt = 0  # 0: as the endpoint says, else 8192
     ping_after: Seconds = 15.0  # without an event
-    unread_limit: Seconds = 60.0  # then a turn whose events nobody reads ends
+    unread_limit: Seconds = 60.0  # then a client that does not read is disconnected
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Settings":
@@ -399,7 +399,7 @@ class TurnResponse(StreamingResponse):
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(64)
 
     async def stream_response(self, send: Send) -> None:
-        """Run the turn and send what it puts. If the client disconnects, stop it."""
+        """Run the turn and send what it puts. If nobody reads any more, stop it."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
         self.task.add_done_callback(self.service.running.discard)
@@ -408,11 +408,14 @@ class TurnResponse(StreamingResponse):
         body: Json = {"type": "http.response.body", "more_body": True}
         try:
             async for event in self.events():
-                if start:  # only now, because a failure before it has another status
-                    await send(start)
-                    start = {}
-                await send(body | {"body": event})
+                async with asyncio.timeout(self.service.settings.unread_limit):
+                    if start:  # only now, because a failure has its own status
+                        await send(start)
+                        start = {}
+                    await send(body | {"body": event})
             await send({"type": "http.response.body"})
+        except TimeoutError:
+            log.warning("a client did not read its answer, and was disconnected")
         finally:
             self.task.cancel()
 
@@ -430,18 +433,6 @@ class TurnResponse(StreamingResponse):
             if event:
                 yield event
         yield self.last_event()
-
-    async def put(self, event: bytes) -> None:
-        """Send something. If nobody reads for too long, stop the turn."""
-        if not self.queue.full():  # the usual case, without a timer
-            return self.queue.put_nowait(event)
-        try:
-            async with asyncio.timeout(self.service.settings.unread_limit):
-                await self.queue.put(event)
-        except TimeoutError:
-            self.task.cancel()  # as if the client disconnects
-            # A tool call runs in a task of its own, which the cancellation must reach.
-            await asyncio.sleep(0)
 
     async def run(self) -> None:
         """Answer the message. If that fails, log it and set `failure`."""
@@ -528,7 +519,7 @@ class AgentRun(TurnResponse):
         self.request["messages"] = await self.build_prompt(turn, hints)
         told: Json = {"facts": hints.for_client(), "degraded": hints.degraded}
         told["pending"] = len(turn.unlearned) if turn else 0
-        await self.put(to_line("memory", **told))
+        await self.queue.put(to_line("memory", **told))
         await self.run_rounds()
 
     async def build_prompt(self, turn: Turn | None, hints: Hints) -> list[Message]:
@@ -628,7 +619,7 @@ class AgentRun(TurnResponse):
         return PLAN_RESULT
 
     async def emit(self, type: str, **fields: Any) -> None:
-        await self.put(to_line(type, round=self.row["rounds"], **fields))
+        await self.queue.put(to_line(type, round=self.row["rounds"], **fields))
 
     def last_event(self) -> bytes:
         if failure := self.failure:
@@ -1107,7 +1098,7 @@ class Relay(TurnResponse):
                 if self.is_stream and chunk is not DONE:
                     # No ping earlier: a failure before it has a status of its own.
                     self.has_begun, self.ping = True, b": ping\n\n"
-                    await self.put(sse_event(chunk))
+                    await self.queue.put(sse_event(chunk))
                 elif chunk is not DONE:
                     self.whole = to_json(chunk).encode()
 
