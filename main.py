@@ -383,6 +383,7 @@ class TurnResponse(StreamingResponse):
     last_event: Callable[[], bytes]
     task: asyncio.Task[None]  # `stream_response` sets it
     ping = b""  # sent after a silence; empty: nothing is sent
+    has_begun = False  # Was a byte sent?
 
     def __init__(self, service: "Service", query: str, user_id: str, session_id: str):
         service.require_model()
@@ -404,14 +405,13 @@ class TurnResponse(StreamingResponse):
         self.service.running.add(self.task)
         self.task.add_done_callback(self.service.running.discard)
         start: Json = {"type": "http.response.start", "status": 200}
-        start["headers"] = self.raw_headers
         body: Json = {"type": "http.response.body", "more_body": True}
         try:
             async for event in self.events():
                 async with asyncio.timeout(self.service.settings.unread_limit):
-                    if start:  # only now, because a failure has its own status
-                        await send(start)
-                        start = {}
+                    if not self.has_begun:  # only now: a failure has its own status
+                        self.has_begun = True
+                        await send(start | {"headers": self.raw_headers})
                     await send(body | {"body": event})
             await send({"type": "http.response.body"})
         except TimeoutError:
@@ -1076,8 +1076,7 @@ class Relay(TurnResponse):
     def __init__(self, service: Service, body: Json, headers: Mapping[str, str]):
         self.request, self.is_stream = body, bool(body.get("stream"))
         self.media_type = "text/event-stream" if self.is_stream else "application/json"
-        self.whole = b""  # an answer that is not streamed
-        self.has_begun = False  # Was a chunk sent?
+        self.end = b"data: [DONE]\n\n"  # or an answer that is not streamed
         body.pop("model", None)  # it is always ours
         users = [m for m in body["messages"] if m.get("role") == "user"]
         texts = [clean(text_of(message)) for message in users]
@@ -1096,11 +1095,9 @@ class Relay(TurnResponse):
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
                 if self.is_stream and chunk is not DONE:
-                    # No ping earlier: a failure before it has a status of its own.
-                    self.has_begun, self.ping = True, b": ping\n\n"
                     await self.queue.put(sse_event(chunk))
                 elif chunk is not DONE:
-                    self.whole = to_json(chunk).encode()
+                    self.end = to_json(chunk).encode()
 
     async def add_hints(self, turn: Turn, body: Json) -> list[Message]:
         """Return the messages with hints in the last of the user, if they fit."""
@@ -1129,9 +1126,7 @@ class Relay(TurnResponse):
     def last_event(self) -> bytes:
         if self.failure and not self.has_begun:  # so it has a status of its own
             raise self.failure
-        if self.failure:
-            return sse_event(openai_error(self.failure))
-        return b"data: [DONE]\n\n" if self.is_stream else self.whole
+        return sse_event(openai_error(self.failure)) if self.failure else self.end
 
 
 def take_names(
