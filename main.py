@@ -195,12 +195,10 @@ class Endpoint:
 
     async def model_name(self) -> str:
         """Return the model's name, as set or the first that is listed."""
-        if not self.model:
-            await self.list_models()
-        return self.model
+        return self.model or await self.list_models()
 
-    async def list_models(self) -> None:
-        """List the models and their contexts, and choose one if none is set."""
+    async def list_models(self) -> str:
+        """List the models and their contexts. Return the one that is set, or chosen."""
         raw: Any = {"cast_to": object, "options": {"timeout": 2.0, "max_retries": 0}}
         try:
             with endpoint_errors():
@@ -223,6 +221,7 @@ class Endpoint:
         self.contexts.setdefault(self.model, 0)
         if not self.model:
             raise Failure("upstream_unavailable", "It lists no model.")
+        return self.model
 
 
 async def read_chunks(parts: AsyncIterator[bytes]) -> AsyncGenerator[Json, None]:
@@ -960,8 +959,7 @@ async def health(service: TheService) -> Json:
     memories, model = service.memory, "not configured"
     if service.is_configured:
         try:
-            await service.chat.list_models()
-            model = service.chat.model
+            model = await service.chat.list_models()
         except Failure:
             model = "unreachable"
     works = model == service.chat.model and not memories.degraded
