@@ -57,8 +57,6 @@ def split_names(names: Any) -> Any:
 # A key of spaces is an error, because an empty API_KEY opens the service to all.
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
-# These are not read from the environment, because only tests change them.
-ONLY_IN_CODE = {"ping_after", "unread_limit", "learn_delay", "retry_delay"}
 GONE = {"SUMMARIES", "MAX_CONCURRENT_TURNS"}  # settings of earlier versions
 
 
@@ -101,8 +99,7 @@ class Settings(memory.Settings):
         """
         for name in GONE & environment.keys():
             log.warning("%s is no setting any more, and does nothing.", name)
-        names = {setting.name for setting in fields(cls)} - ONLY_IN_CODE
-        texts: Json = {name: environment.get(name.upper()) for name in names}
+        texts: Json = {f.name: environment.get(f.name.upper()) for f in fields(cls)}
         try:
             return cls(**{name: text for name, text in texts.items() if text})
         except pydantic.ValidationError as error:
