@@ -1171,13 +1171,12 @@ class KeyCheck:
     """Middleware that checks the key before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self.app, self.expected = app, f"bearer {key}".encode()
+        self.app, self.expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: Any = self.app
         if scope["type"] == "http" and route_path(scope) not in PUBLIC:
             header = Request(scope).headers.get("Authorization", "").encode("latin-1")
-            header = header[:6].lower() + header[6:]
             if not hmac.compare_digest(header, self.expected):
                 headers = {"WWW-Authenticate": "Bearer"}
                 error = HTTPException(401, "A valid key is needed.", headers)
