@@ -673,8 +673,7 @@ class ReplyParser:
         """Read one chunk, or a whole reply."""
         parts: Parts = []
         choice = first_choice(chunk)
-        usage = chunk.get("usage")
-        self.usage = usage if isinstance(usage, dict) else self.usage
+        self.usage = chunk.get("usage") or self.usage
         reason, delta = choice.get("finish_reason"), choice.get("delta")
         # Perplexity sends `message`, with the text so far, beside each `delta`.
         if delta is None and (delta := choice.get("message")):
