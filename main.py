@@ -658,8 +658,7 @@ class ReplyParser:
     reasoning_content = ""  # as sent, because DeepSeek requires it back
     finish_reason = ""
     held_back = ""  # the end of the text, until it is known whether it is a tag
-    is_thinking = False  # Is <think> open?
-    has_thought = False  # Is it known where the thinking was?
+    is_thinking: bool | None = None  # None: not known yet whether text is thinking
 
     def __init__(self) -> None:
         self.call_by_key: dict[Any, Json] = {}  # by index or id, as the API has them
@@ -683,7 +682,7 @@ class ReplyParser:
         reasoning = delta.get("reasoning_content") or ""
         self.reasoning_content += reasoning
         if thinking := reasoning or delta.get("reasoning"):
-            self.has_thought = True
+            self.is_thinking = bool(self.is_thinking)
             parts.append(("thinking", clean(thinking)))
         # A refusal has a field of its own, but is an answer.
         if text := text_of(delta, "") or delta.get("refusal"):
@@ -701,10 +700,10 @@ class ReplyParser:
         parts: Parts = []
         for piece, after in zip(pieces, [*pieces[1:], ""]):
             if piece == "<think>" and not self.text:
-                self.is_thinking = self.has_thought = True
+                self.is_thinking = True
             elif piece == "</think>" and self.ends_thinking(after):
                 parts += self.take_back()
-                self.is_thinking, self.has_thought = False, True
+                self.is_thinking = False
             elif piece and self.is_thinking:
                 parts.append(("thinking", piece))
             elif shown := (piece if self.text else piece.lstrip()):
@@ -718,7 +717,7 @@ class ReplyParser:
         Some templates put <think> into the prompt, so that only </think> comes. Then it
         ends its line, and all text before it was thinking.
         """
-        if self.has_thought:
+        if self.is_thinking is not None:
             return self.is_thinking or not self.text
         ends_line = after.lstrip(" \t\r")[:1] in ("", "\n")
         return ends_line and "<think>" not in self.text
