@@ -905,9 +905,7 @@ class Service:
                 raise RequestRefused from failure
             raise
         reply = ReplyParser()
-        parts = reply.feed(completion)
-        if reply.finish_reason:  # without one, the answer has no choices
-            parts += reply.finish()
+        parts = reply.feed(completion) + reply.split_text("", is_last=True)
         if reply.finish_reason == "length":
             raise RequestRefused("the answer was cut at its length")
         self.has_learned = True
