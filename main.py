@@ -830,7 +830,7 @@ class Service:
         )
 
     async def open(self) -> None:
-        """Open the memory, and log what the endpoints serve."""
+        """Open the memory, and log the models. An endpoint may start later."""
         await self.memory.open()
         for logger in (memory.log, tools.log):  # so that a plain uvicorn shows them
             logger.parent = log
@@ -841,13 +841,10 @@ class Service:
             log.warning(NOT_CONFIGURED)
         chat = self.chat if self.is_configured else None
         for endpoint in filter(None, (chat, self.embedder, self.reranker)):
-            try:
+            with suppress(Failure):
                 await endpoint.list_models()
-                served = ", ".join(endpoint.contexts)
-            except Failure as failure:
-                served = str(failure.detail)
             url = memory.redact(str(endpoint.client.base_url))  # may hold a password
-            log.info("model %r at %s: %.300s", endpoint.model, url, served)
+            log.info("model %r at %s", endpoint.model, url)
 
     async def close(self) -> None:
         """End the turns, which are saved, and close the memory."""
