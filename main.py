@@ -161,8 +161,9 @@ class Endpoint:
     async def post(
         self, path: str, body: Json, max_retries: int = 1, **raw: Any
     ) -> Any:
+        model = self.model or await self.list_models()
         # openai's own encoder fails at lone surrogates.
-        content = to_json({"model": await self.model_name()} | body).encode()
+        content = to_json({"model": model} | body).encode()
         # An answer that is not streamed begins only when it is complete.
         timeout = self.timeout if body.get("stream") else 5 * self.timeout
         raw["options"] = {
@@ -189,10 +190,6 @@ class Endpoint:
         body = {"query": query, "documents": texts, "top_n": k}
         rows = (await self.post("/rerank", body))["results"]
         return [(row["index"], row["relevance_score"]) for row in rows]
-
-    async def model_name(self) -> str:
-        """Return the model's name, as set or the first that is listed."""
-        return self.model or await self.list_models()
 
     async def list_models(self) -> str:
         """List the models and their contexts. Return the one that is set, or chosen."""
@@ -1025,7 +1022,7 @@ openai_router = APIRouter()
 @openai_router.get("/models")
 async def models(service: TheService) -> Json:
     service.require_model()
-    id = await service.chat.model_name()
+    id = await service.chat.list_models()
     row = {"id": id, "object": "model", "created": 0, "owned_by": "chat"}
     return {"object": "list", "data": [row]}
 
