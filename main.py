@@ -161,20 +161,14 @@ class Endpoint:
     async def post(
         self, path: str, body: Json, max_retries: int = 1, **raw: Any
     ) -> Any:
-        model = self.model or await self.list_models()
-        # openai's own encoder fails at lone surrogates.
-        content = to_json({"model": model} | body).encode()
+        raw["body"] = {"model": self.model or await self.list_models()} | body
         # An answer that is not streamed begins only when it is complete.
         timeout = self.timeout if body.get("stream") else 5 * self.timeout
-        raw["options"] = {
-            "headers": {"Content-Type": "application/json"},
-            "timeout": openai.Timeout(timeout, connect=5.0, pool=5.0),
-            "max_retries": max_retries,
-        }
-        # `object` gives dicts, because typed objects of all chunks cost much CPU.
-        raw |= {"content": content, "cast_to": object}
+        timeouts = openai.Timeout(timeout, connect=5.0, pool=5.0)
+        raw["options"] = {"timeout": timeouts, "max_retries": max_retries}
         with endpoint_errors():
-            return await self.client.post(path, **raw)
+            # `object` gives dicts, because typed objects of all chunks cost much CPU.
+            return await self.client.post(path, cast_to=object, **raw)
 
     async def embed(self, texts: list[str]) -> list[Any]:
         """Return a vector per text, as the endpoint sends it."""
@@ -676,11 +670,11 @@ class ReplyParser:
             reason = reason or "stop"
         self.finish_reason = self.finish_reason or reason or ""
         delta = delta or {}
-        reasoning = delta.get("reasoning_content") or ""
+        reasoning = clean(delta.get("reasoning_content") or "")
         self.reasoning_content += reasoning
-        if thinking := reasoning or delta.get("reasoning"):
+        if thinking := reasoning or clean(delta.get("reasoning") or ""):
             self.is_thinking = bool(self.is_thinking)
-            parts.append(("thinking", clean(thinking)))
+            parts.append(("thinking", thinking))
         # A refusal has a field of its own, but is an answer.
         if text := text_of(delta, "") or delta.get("refusal"):
             parts += self.split_text(text)
