@@ -371,6 +371,7 @@ class TurnResponse(StreamingResponse):
     task: asyncio.Task[None]  # `stream_response` sets it
     ping = b""  # sent after a silence; empty: nothing is sent
     has_begun = False  # Was a byte sent?
+    failure: Failure | None = None  # why the turn ended without an answer
 
     def __init__(self, service: "Service", query: str, user_id: str, session_id: str):
         service.require_model()
@@ -378,10 +379,6 @@ class TurnResponse(StreamingResponse):
         self.service, self.query = service, query
         self.user_id, self.session_id = user_id, session_id  # empty: without memory
         self.turn_number = 0  # 0: no turn was saved
-        # The turn's end replaces it, by another failure or by None.
-        self.failure: Failure | None = Failure(
-            "upstream_unavailable", "It was stopped."
-        )
         self.reply = ReplyParser()  # of the current round
         self.row: Json = {"started_at": memory.now()}  # what else is saved
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(64)
@@ -419,13 +416,14 @@ class TurnResponse(StreamingResponse):
                 event += self.queue.get_nowait()
             if event:
                 yield event
+        if self.task.cancelled():  # the service ends
+            self.failure = Failure("upstream_unavailable", "It was stopped.")
         yield self.last_event()
 
     async def run(self) -> None:
         """Answer the message. If that fails, log it and set `failure`."""
         try:
             await self.answer_and_save()
-            self.failure = None
         except Exception as error:
             is_storage = isinstance(error, NotFound | OSError)
             failure = Failure("storage_failed" if is_storage else "internal")
