@@ -564,7 +564,9 @@ class AgentRun(TurnResponse):
             if not call["id"] or call["id"] in self.call_ids:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
             self.call_ids.add(call["id"])
-        message = self.reply.message()
+        message = {"role": "assistant", "content": self.reply.text or None}
+        if reasoning := self.reply.reasoning_content:
+            message["reasoning_content"] = reasoning
         for type, text in self.reply.take_back():
             await self.emit(type, text=text)
         results = await asyncio.gather(*map(self.run_call, calls))
@@ -572,7 +574,7 @@ class AgentRun(TurnResponse):
             steps = " ".join(f"{n}. {step}" for n, step in enumerate(self.steps, 1))
             left = self.service.settings.max_rounds - self.row["rounds"]
             results[-1]["content"] += f"\n\n[Steps: {steps} Rounds left: {left}]"
-        self.request["messages"] += [message, *results]
+        self.request["messages"] += [message | {"tool_calls": calls}, *results]
 
     async def run_call(self, call: Json) -> Message:
         """Run one call, keep its row for the transcript, and return its message."""
@@ -748,13 +750,6 @@ class ReplyParser:
         # Gemini requires its `extra_content` back.
         more = piece.keys() - call.keys() - {"index"}
         call |= {name: piece[name] for name in more}
-
-    def message(self) -> Message:
-        """Return a reply with calls, as it goes back to the endpoint."""
-        message = {"role": "assistant", "content": self.text or None}
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        return message | {"tool_calls": self.calls}
 
 
 def text_of(message: Json, between: str = "\n") -> str:
