@@ -161,11 +161,16 @@ class Endpoint:
     async def post(
         self, path: str, body: Json, max_retries: int = 1, **raw: Any
     ) -> Any:
-        raw["body"] = {"model": self.model or await self.list_models()} | body
+        body = {"model": self.model or await self.list_models()} | body
         # An answer that is not streamed begins only when it is complete.
         timeout = self.timeout if body.get("stream") else 5 * self.timeout
-        timeouts = openai.Timeout(timeout, connect=5.0, pool=5.0)
-        raw["options"] = {"timeout": timeouts, "max_retries": max_retries}
+        raw["options"] = {
+            "headers": {"Content-Type": "application/json"},
+            "timeout": openai.Timeout(timeout, connect=5.0, pool=5.0),
+            "max_retries": max_retries,
+        }
+        # openai's own encoder fails at lone surrogates.
+        raw["content"] = to_json(body).encode()
         with endpoint_errors():
             # `object` gives dicts, because typed objects of all chunks cost much CPU.
             return await self.client.post(path, cast_to=object, **raw)
@@ -188,18 +193,13 @@ class Endpoint:
     async def list_models(self) -> str:
         """List the models and their contexts. Return the one that is set, or chosen."""
         raw: Any = {"cast_to": object, "options": {"timeout": 2.0, "max_retries": 0}}
-        try:
-            with endpoint_errors():
-                rows = await self.client.get("/models", **raw)
-                # Together sends the list alone.
-                rows = rows if isinstance(rows, list) else rows.get("data") or []
-                self.contexts = {
-                    str(row["id"]): row.get("max_model_len") or 0 for row in rows
-                }
-        except Failure as failure:
-            # Some servers answer chats, but list no models, or not to this key.
-            if failure.upstream_status not in (403, 404, 405):
-                raise
+        # Some servers answer chats, but list no models, or not to this key.
+        refusals = openai.NotFoundError, openai.PermissionDeniedError
+        with endpoint_errors(), suppress(*refusals):
+            rows = await self.client.get("/models", **raw)
+            # Together sends the list alone.
+            rows = rows if isinstance(rows, list) else rows.get("data") or []
+            self.contexts = {str(r["id"]): r.get("max_model_len") or 0 for r in rows}
         # Models for another purpose come last.
         others = {"embed", "rerank"} - {self.purpose}
         fit = [id for id in self.contexts if self.purpose in id]
@@ -267,7 +267,6 @@ NOT_PASSED_ON = (401, 403, 404, 408)
 class Failure(HTTPException):
     """A turn cannot go on. `reason` is the endpoint's own sentence, or ours."""
 
-    upstream_status = 0  # the endpoint's own, if it sent one
     upstream_body = ""  # what /v1 passes on
 
     def __init__(self, code: str, reason: str = ""):
@@ -308,7 +307,6 @@ def status_failure(error: openai.APIStatusError) -> Failure:
     key = response.request.headers["Authorization"].removeprefix("Bearer ")
     words = error_sentence(error.body, key)
     failure = Failure(code, words if status >= 400 else "It redirects the request.")
-    failure.upstream_status = status
     if status >= 400 and status not in NOT_PASSED_ON:
         failure.status_code = status
         failure.upstream_body = without_key(response.text, key)
@@ -663,7 +661,8 @@ class ReplyParser:
         """Read one chunk, or a whole reply."""
         parts: Parts = []
         choice = first_choice(chunk)
-        self.usage = chunk.get("usage") or self.usage
+        usage = chunk.get("usage")
+        self.usage = usage if isinstance(usage, dict) else self.usage
         reason, delta = choice.get("finish_reason"), choice.get("delta")
         # Perplexity sends `message`, with the text so far, beside each `delta`.
         if delta is None and (delta := choice.get("message")):
@@ -738,13 +737,12 @@ class ReplyParser:
         # name is a new one, and the one before keeps its id as its key.
         if before and id and name and before["id"] not in ("", id):
             self.call_by_key[before["id"]] = self.call_by_key.pop(key)
-        empty = {"name": "", "arguments": ""}
-        empty = {"id": "", "type": "function", "function": empty}
+        function: Json = {"name": "", "arguments": ""}
+        empty = {"id": "", "type": "function", "function": function}
         call = self.call_by_key.setdefault(key, empty)
         function = call["function"]
         call["id"] = call["id"] or id or ""
-        # Endpoints refuse other letters in the name when it goes back.
-        function["name"] = function["name"] or re.sub("[^a-zA-Z0-9_-]", "_", name)[:64]
+        function["name"] = function["name"] or name
         is_text = isinstance(arguments, str)  # Ollama sends an object
         function["arguments"] += arguments if is_text else json.dumps(arguments)
         # Gemini requires its `extra_content` back.
@@ -880,8 +878,9 @@ class Service:
         except Failure as failure:
             # Until a call has succeeded, the endpoint may refuse a field of all calls.
             # So learning waits. Later, it refuses this request, so less is asked for.
-            is_refusal = failure.status_code == failure.upstream_status
-            is_refusal = is_refusal and failure.code == "upstream_rejected"
+            # 401, 403 and 404 have become a 502.
+            is_refusal = failure.code == "upstream_rejected"
+            is_refusal = is_refusal and failure.status_code < 500
             if failure.code == "context_too_long" or (is_refusal and self.has_learned):
                 raise RequestRefused from failure
             raise
@@ -1050,19 +1049,19 @@ class Relay(TurnResponse):
         self.media_type = "text/event-stream" if self.is_stream else "application/json"
         self.end = b"data: [DONE]\n\n"  # or an answer that is not streamed
         body.pop("model", None)  # it is always ours
-        users = [m for m in body["messages"] if m.get("role") == "user"]
-        texts = [clean(text_of(message)) for message in users]
+        self.users = [m for m in body["messages"] if m.get("role") == "user"]
+        texts = [clean(text_of(message)) for message in self.users]
         names = "", ""
-        if users and body.get("store") is not False and memory_is_on(headers):
+        if texts and body.get("store") is not False and memory_is_on(headers):
             names = take_names(body, headers, texts[0])
         super().__init__(service, texts[-1] if texts else "", *names)
 
     async def answer(self, turn: Turn | None) -> None:
         """Put the endpoint's chunks, or keep its JSON until the turn is saved."""
+        if turn:
+            await self.add_hints(turn)
         extra = with_extra({}, self.service.settings.chat_extra_body)
         body = extra | self.request  # what the client says wins
-        if turn:
-            body["messages"] = await self.add_hints(turn, body)
         stream = self.service.chat.stream(body, self.reply, max_retries=0)
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
@@ -1071,29 +1070,25 @@ class Relay(TurnResponse):
                 elif chunk is not DONE:
                     self.end = to_json(chunk).encode()
 
-    async def add_hints(self, turn: Turn, body: Json) -> list[Message]:
-        """Return the messages with hints in the last of the user, if they fit."""
-        messages = body["messages"]
-        texts = [text_of(message) for message in messages]
+    async def add_hints(self, turn: Turn) -> None:
+        """Put hints into the last message of the user, if they fit."""
+        texts = [text_of(message) for message in self.request["messages"]]
         block = (await turn.hints(self.query, texts)).block()
-        request = json.dumps([texts, body.get("tools")], ensure_ascii=False)
+        request = json.dumps([texts, self.request.get("tools")], ensure_ascii=False)
         if memory.count_tokens(request + block) > await self.service.prompt_limit():
-            return messages
-        last = max(n for n, m in enumerate(messages) if m.get("role") == "user")
-        content = messages[last].get("content") or ""
+            return
+        content = self.users[-1].get("content") or ""
         if isinstance(content, list):
             content = [{"type": "text", "text": f"{block}\n\n"}, *content]
         else:
             content = f"{block}\n\n{content}"
-        asked = messages[last] | {"content": content}
-        return [*messages[:last], asked, *messages[last + 1 :]]
+        self.users[-1]["content"] = content
 
     def is_turn(self) -> bool:
         # If the client has to run tools, its next request completes this turn.
-        is_old_call = (
-            self.reply.finish_reason == "function_call"
-        )  # without `tool_calls`
-        return bool(self.reply.text) and not (self.reply.calls or is_old_call)
+        # Older ones run functions, which have no `tool_calls`.
+        is_call = self.reply.calls or self.reply.finish_reason == "function_call"
+        return bool(self.reply.text) and not is_call
 
     def last_event(self) -> bytes:
         if self.failure and not self.has_begun:  # so it has a status of its own
@@ -1148,12 +1143,13 @@ class KeyCheck:
     """Middleware that checks the key before a body is read."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self.app, self.expected = app, f"Bearer {key}".encode()
+        self.app, self.expected = app, f"bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: Any = self.app
         if scope["type"] == "http" and route_path(scope) not in PUBLIC:
             header = Request(scope).headers.get("Authorization", "").encode("latin-1")
+            header = header[:6].lower() + header[6:]
             if not hmac.compare_digest(header, self.expected):
                 headers = {"WWW-Authenticate": "Bearer"}
                 error = HTTPException(401, "A valid key is needed.", headers)

@@ -79,8 +79,7 @@ async def call_tool(
             reason = f"{name} took longer than {timeout:g} s."
         # Another validation error is the tool's own.
         elif isinstance(error, ValidationError) and error.title.startswith("call["):
-            wrong = [": ".join(map(str, [*e["loc"], e["msg"]])) for e in error.errors()]
-            reason = f"{name} takes a JSON object. {'; '.join(wrong)}"[:1_000]
+            reason = f"{name} takes a JSON object. {error}"[:1_000]
         elif not isinstance(error, ValueError):  # a ValueError is the model's mistake
             log.exception("Tool %s failed", name)
         return False, bounded(f"Error: {reason}")
