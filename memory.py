@@ -296,8 +296,9 @@ class Memory:
         while True:
             user = self.user(name)
             async with user.session_locks.setdefault(session_id, asyncio.Lock()):
+                user.name = name
                 try:
-                    known = await user.begin_turn(name, session_id)
+                    known = await user.begin_turn(session_id)
                 except NotFound:  # the user was deleted while this turn waited
                     continue
                 yield Turn(self, user, session_id, *known)
@@ -1689,7 +1690,8 @@ def on_disk(
 ) -> Callable[Concatenate["User", P], Coroutine[Any, Any, T]]:
     """Run a method of User in a thread: one at a time, and to its end if cancelled.
 
-    Raises RuntimeError if the memory is closed, because `Memory.close` awaits these.
+    Before it, the user's files are read, if they were not. Raises RuntimeError if the
+    memory is closed, because `Memory.close` awaits these.
     """
 
     @functools.wraps(method)
@@ -1697,6 +1699,8 @@ def on_disk(
         async def work() -> T:
             async with user.lock:
                 try:
+                    if not user.is_loaded:
+                        await asyncio.to_thread(user.load_files)
                     return await asyncio.to_thread(method, user, *arguments, **named)
                 except OSError:
                     # Logged here, because a cancelled caller does not see it.
@@ -1731,6 +1735,7 @@ class User:
     def __init__(self, memory: Memory, folder: Path):
         self.memory, self.folder, self.lock = memory, folder, asyncio.Lock()
         self.session_locks = WeakValueDictionary[str, asyncio.Lock]()
+        self.name = ""  # set by a turn, which is what may make the folder
         self.record = EMPTY
         self.unlearned: list[TurnRow] = []  # of all sessions, oldest first
         self.vectors: Vectors = {}  # of facts
@@ -1739,26 +1744,18 @@ class User:
 
     @on_disk
     def begin_turn(
-        self, name: str, session_id: str
+        self, session_id: str
     ) -> tuple["Transcript", list[Fact], list[TurnRow]]:
-        """Make the user's folder if needed, and return what a turn builds on.
+        """Return what a turn builds on.
 
         Facts and turns that wait are read together: what is no longer one is the other.
         """
-        # No other method makes it: a late turn must not bring a deleted user back.
-        if not self.is_deleted and not self.folder.is_dir():
-            self.folder.mkdir()
-            sync_folder(self.folder.parent)
-        self._load()
-        if self.record.name != name:
-            self._write(replace(self.record, name=name))
         transcript = read_transcript(self.folder, session_id)
         return transcript, current_facts(self.record), self.unlearned
 
     @on_disk
     def append(self, session_id: str, row: Json, last: TurnRow | None) -> None:
         """Save a turn at the end of its session, behind its last turn so far."""
-        self._load()
         # A row that could not be read again, such as one too deep, is a ValueError.
         TABLES.validate_json(ANY.dump_json({"turns": {"1": row}}))
         # A transcript that was damaged or deleted begins again at turn 1. If `learned`
@@ -1785,7 +1782,6 @@ class User:
         If a turn of the batch does not wait any more, it was deleted, and nothing is
         changed. An operation whose fact was deleted is left out.
         """
-        self._load()
         if any(turn not in self.unlearned for turn in batch):
             return
         store = FactStore(self.record)
@@ -1801,7 +1797,6 @@ class User:
     @on_disk
     def save_summary(self, session_id: str, old: list[TurnRow], summary: str) -> bool:
         """Save a summary of a session's oldest turns, unless they are gone."""
-        self._load()
         transcript = read_transcript(self.folder, session_id)
         if not summary.strip() or transcript.verbatim()[: len(old)] != old:
             return False
@@ -1812,7 +1807,6 @@ class User:
 
     def _fact_history(self, fact_id: str) -> list[HistoryRow]:
         """Return what happened to a fact, oldest first."""
-        self._load()
         rows = [row for row in self.record.history if row["memory_id"] == fact_id]
         if not rows and fact_id not in self.record.facts:
             raise NotFound("fact")
@@ -1835,7 +1829,6 @@ class User:
     @on_disk
     def delete_facts(self) -> None:
         """Delete all facts. Every turn saved so far counts as learned."""
-        self._load()
         ids = session_ids(self.folder)
         learned = {id: len(read_transcript(self.folder, id).turns) for id in ids}
         self._replace_facts(Record(self.record.name, {}, learned, []))
@@ -1844,7 +1837,6 @@ class User:
     @on_disk
     def list_sessions(self) -> list[Json]:
         """Return session_id, turns and updated_at of each session, latest first."""
-        self._load()
         sessions: list[Json] = []
         for id in session_ids(self.folder):
             if turns := read_transcript(self.folder, id).turns:  # none after damage
@@ -1855,7 +1847,6 @@ class User:
     @on_disk
     def read_session(self, session_id: UUID | str) -> Transcript:
         """Return the summary and all turns of a session."""
-        self._load()
         transcript = read_transcript(self.folder, str(UUID(str(session_id))))
         if not transcript.turns:
             raise NotFound("session")
@@ -1869,7 +1860,6 @@ class User:
 
     @on_disk
     def _delete_session(self, session_id: str) -> None:
-        self._load()
         paths = sorted(self.folder.glob(f"*{session_id}.*"))
         if not paths:
             raise NotFound("session")
@@ -1884,18 +1874,15 @@ class User:
     @on_disk
     def delete_user(self) -> None:
         """Delete everything. Others see one step, even if this process is killed."""
-        if self.is_deleted or not self.folder.is_dir():
-            raise NotFound("user")
         gone = self.folder.with_name(f".deleted-{uuid.uuid4().hex}")
         os.rename(self.folder, gone)
-        self.is_deleted = True  # this object raises NotFound from now on
+        self.is_deleted, self.is_loaded = True, False  # from now on it raises NotFound
         sync_folder(gone.parent)
         shutil.rmtree(gone, ignore_errors=True)  # `Memory.open` deletes what is left
 
     @on_disk
     def add_vectors(self, vectors: Vectors) -> None:
         """Save vectors of facts. Drop those whose facts are gone."""
-        self._load()
         ids = {*self.memory.search.vector_ids(self.record.facts.values())}
         # A server may change the model behind a name, and so the vectors' size.
         size = len(next(iter(vectors.values())))
@@ -1907,12 +1894,18 @@ class User:
             replace_file(self.folder / "memory.faiss", content + digest)
         self.vectors = known
 
-    def _load(self) -> None:
-        """Read what memory.json and the marked sessions hold, once."""
-        if self.is_deleted or not self.folder.is_dir():
+    @on_disk
+    def load(self) -> None:
+        """Read the user's files, if they were not."""
+
+    def load_files(self) -> None:
+        """Read what memory.json and the marked sessions hold."""
+        # A late turn must not bring a deleted user back.
+        if self.is_deleted or not (self.name or self.folder.is_dir()):
             raise NotFound("user")
-        if self.is_loaded:
-            return
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            sync_folder(self.folder.parent)
         (self.folder / "turns.faiss").unlink(missing_ok=True)  # of an older version
         record = load_file(self.folder / "memory.json", RECORD.validate_json)
         if record is None:
@@ -1937,9 +1930,8 @@ class User:
         self.vectors = load_file(self.folder / "memory.faiss", parse_vectors) or {}
         self.record, self.is_loaded = record, True
 
-    load = on_disk(_load)
-
     def _write(self, record: Record) -> None:
+        record = replace(record, name=self.name or record.name)
         replace_file(self.folder / "memory.json", ANY.dump_json(vars(record)))
         self.record = record
 
