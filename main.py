@@ -939,7 +939,7 @@ async def health(service: TheService) -> Json:
     return {
         "status": "ok" if works else "degraded",
         "model": model,
-        "degraded": memories.degraded,
+        "degraded": {**memories.degraded},  # threads change it
         "pending": memories.pending,
         "given_up": memories.learner.given_up,
         "dropped": memories.learner.dropped,

@@ -325,8 +325,6 @@ class Memory:
             await user.load()
         except NotFound:
             return []
-        if user.unlearned:  # after damage to memory.json, all turns wait again
-            self.learner.schedule(user.folder.name)
         if query:
             return (await self.find_facts(user, query, k))[0]
         return scored(user.record.facts)
@@ -537,15 +535,7 @@ class Turn:
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
         last = self.transcript.turns[-1] if self.transcript.turns else None
-        # Before the write, because it may end although we are cancelled. The learner
-        # then waits for the user's lock.
-        self.memory.learner.schedule(self.user.folder.name)
-        try:
-            await self.user.append(self.session_id, row, last)
-        except OSError:
-            self.memory.degraded.setdefault("storage", now())
-            raise
-        self.memory.degraded.pop("storage", None)
+        await self.user.append(self.session_id, row, last)
 
     # The model calls these tools, but cannot choose the user or the session.
 
@@ -1703,10 +1693,14 @@ def on_disk(
                         await asyncio.to_thread(user.load_files)
                     return await asyncio.to_thread(method, user, *arguments, **named)
                 except OSError:
-                    # Logged here, because a cancelled caller does not see it.
+                    # Here, because a cancelled caller does not see it.
                     log.warning("the disk fails", exc_info=True)
+                    user.memory.degraded.setdefault("storage", now())
                     user.is_loaded = False  # nobody knows what is in the files now
                     raise
+                finally:
+                    if user.unlearned:
+                        user.memory.learner.schedule(user.folder.name)
 
         if not user.memory.is_open:
             raise RuntimeError("this memory is closed")
@@ -1774,6 +1768,7 @@ class User:
         turns = open_database(self.folder, session_id).table("turns")
         turns.insert(Document(row, doc_id=row["turn"]))
         self.unlearned = [*self.unlearned, unlearned_turn(session_id, row, last)]
+        self.memory.degraded.pop("storage", None)
 
     @on_disk
     def commit(self, operations: list[Operation], batch: list[TurnRow]) -> None:
@@ -1934,6 +1929,7 @@ class User:
         record = replace(record, name=self.name or record.name)
         replace_file(self.folder / "memory.json", ANY.dump_json(vars(record)))
         self.record = record
+        self.memory.degraded.pop("storage", None)
 
     def _replace_facts(self, record: Record) -> None:
         """Write a record after a deletion, and leave no copy of what it deletes."""
