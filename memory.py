@@ -1745,6 +1745,11 @@ class User:
         Facts and turns that wait are read together: what is no longer one is the other.
         """
         transcript = read_transcript(self.folder, session_id)
+        # A transcript that was damaged or deleted begins again at turn 1. If `learned`
+        # kept its old number, the new turns would count as learned.
+        last, learned = len(transcript.turns), self.record.learned
+        if learned.get(session_id, 0) > last:
+            self._write(replace(self.record, learned=learned | {session_id: last}))
         return transcript, current_facts(self.record), self.unlearned
 
     @on_disk
@@ -1752,14 +1757,6 @@ class User:
         """Save a turn at the end of its session, behind its last turn so far."""
         # A row that could not be read again, such as one too deep, is a ValueError.
         TABLES.validate_json(ANY.dump_json({"turns": {"1": row}}))
-        # A transcript that was damaged or deleted begins again at turn 1. If `learned`
-        # kept its old number, this turn would count as learned.
-        learned = self.record.learned
-        if learned.get(session_id, 0) >= row["turn"]:
-            if len(read_transcript(self.folder, session_id).turns) >= row["turn"]:
-                raise ValueError("this turn is saved already")
-            learned = learned | {session_id: row["turn"] - 1}
-            self._write(replace(self.record, learned=learned))
         if last:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], last["ended_at"])}
         # The marker comes first, because a turn without one is never learned. `insert`
