@@ -720,19 +720,18 @@ class Learner:
         request = await asyncio.to_thread(learning_request, shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
-        arguments = proposed, shown, batch
-        passed, dropped = await asyncio.to_thread(check_operations, *arguments)
-        operations = []
-        for operation in passed:
-            confirmed: list[Operation] = []
-            with suppress(RequestRefused):  # a useless answer drops the operation alone
-                confirmed = await self.confirm(operation)
-            operations += confirmed
-            if not confirmed:
-                dropped.append("still true" if operation.fact else "not said")
-        for rule in dropped:
-            log.info("an operation was dropped by the rule: %s", rule)
-        self.dropped += len(dropped)
+        operations: list[Operation] = []
+        for proposal in proposed:
+            arguments = proposal, shown, batch
+            try:
+                operation = await asyncio.to_thread(check_operation, *arguments)
+                operations += await self.confirm(operation) if operation else []
+            except RequestRefused as rule:  # it drops the operation alone
+                log.info("an operation was dropped by the rule: %s", rule)
+                self.dropped += 1
+        # The newest turn comes last. Within a turn a delete comes before an update (False
+        # sorts first), because weak models write both for "I left Shell for Total".
+        operations.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
         # Of several changes of one fact, the last wins. Adds come last, because one may
         # add again what another operation deletes.
         changes = {one.fact["id"]: one for one in operations if one.fact}
@@ -751,7 +750,7 @@ class Learner:
         return fit_budget(nearest, budget, hint_line)
 
     async def confirm(self, operation: "Operation") -> list["Operation"]:
-        """Return what to do in place of an operation. An empty list drops it.
+        """Return what to do in place of an operation, or raise RequestRefused.
 
         If the user may not have meant it so, the model is asked about it alone.
         """
@@ -762,7 +761,9 @@ class Learner:
             return [operation]
         assistant = turn["before"].partition("\nassistant: ")[2]
         said = await self.ask_about("said", text, assistant, turn["query"])
-        return [operation] if is_said(said or "", turn["query"]) else []
+        if not is_said(said or "", turn["query"]):
+            raise RequestRefused("not said")
+        return [operation]
 
     async def confirm_change(
         self, operation: "Operation", fact: Fact
@@ -778,7 +779,7 @@ class Learner:
         # Some of the fact is still true, so an update's text is added beside it.
         added: list[Operation] = []
         if op == "update":
-            with suppress(RequestRefused):  # a useless answer drops the text alone
+            with suppress(RequestRefused):  # only the text is dropped
                 added = await self.confirm(operation._replace(op="add", fact=None))
         if is_fact_without_words(left, fact["text"]):
             shorter = operation._replace(op="update", text=left)
@@ -788,6 +789,8 @@ class Learner:
             # The answer is no part of the fact, but the whole or other words. The user
             # named the fact, so the model's first answer counts.
             return [operation]
+        if not added:
+            raise RequestRefused("still true")
         return added
 
     async def ask_about(
@@ -1043,43 +1046,34 @@ class Operation(NamedTuple):
     turn: Any  # the TurnRow where the user said it
 
 
-def check_operations(
-    proposed: list[Any], shown: list[Fact], batch: list[TurnRow]
-) -> tuple[list[Operation], list[str]]:
-    """Return what passes the checks, and the names of the rules that dropped the rest.
+def check_operation(
+    proposal: Any, shown: list[Fact], batch: list[TurnRow]
+) -> Operation | None:
+    """Check what the model proposes. Return None if it changes nothing.
 
     The model knows the facts by their number in `shown`. The batch is oldest first.
+
+    Raises:
+        RequestRefused: The rule of this name drops it.
     """
-    facts = {str(number): fact for number, fact in enumerate(shown)}
-    proposals = [one for one in proposed if isinstance(one, dict)]
-    checked = [check_operation(one, facts, batch) for one in proposals]
-    dropped = [rule for rule in checked if isinstance(rule, str)]
-    passed = [one for one in checked if isinstance(one, Operation)]
-    # The newest turn comes last. Within a turn a delete comes before an update (False
-    # sorts first), because weak models write both for "I left Shell for Total".
-    passed.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
-    return passed, dropped
-
-
-def check_operation(
-    proposal: Json, facts: dict[str, Fact], batch: list[TurnRow]
-) -> Operation | str | None:
-    """Return an operation, the name of the rule that drops it, or None for no change."""
+    if not isinstance(proposal, dict):
+        return None
     op = str(proposal.get("op")).lower()
     text = "" if op == "delete" else one_line(proposal.get("text"))
     if not text and op != "delete":
         return None
     evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
-    if not quoted:
-        return "evidence"
+    facts = {str(number): fact for number, fact in enumerate(shown)}
     fact = facts.get(str(proposal.get("id"))) if op != "add" else None
     if op == "update" and not fact:
         op = "add"
     kind = "profile" if proposal.get("kind") == "profile" else "episodic"
     importance = proposal.get("importance")
     importance = min(importance, 1.0) if isinstance(importance, int | float) else 0.5
-    if op not in ("add", "update", "delete"):
+    if not quoted:
+        rule = "evidence"
+    elif op not in ("add", "update", "delete"):
         rule = "operation"
     elif op == "delete":
         rule = "" if fact else "unknown fact"
@@ -1089,7 +1083,9 @@ def check_operation(
         rule = "unchanged"  # being the last, it would replace a delete of the fact
     else:
         rule = forbidden(text)
-    return rule or Operation(op, fact, text, kind, importance, quoted[-1])
+    if rule:
+        raise RequestRefused(rule)
+    return Operation(op, fact, text, kind, importance, quoted[-1])
 
 
 def is_said(evidence: str, query: str) -> bool:
