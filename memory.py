@@ -709,13 +709,10 @@ class Learner:
         self, user: "User", batch: list[TurnRow], failures: int
     ) -> list["Operation"]:
         """Ask the model what the turns change. Return what passes the checks."""
-        # Each failure halves the budget of the examples, and that of facts and turns.
-        budget, divisor = (
-            self.memory.limits().context_tokens * REQUEST_SHARE,
-            2**failures,
-        )
-        prompt = learning_prompt(int(budget * EXAMPLES_SHARE) // divisor)
-        budget = int(budget - prompt_tokens(prompt)) // divisor
+        # Each failure halves the request.
+        budget = int(self.memory.limits().context_tokens * REQUEST_SHARE) >> failures
+        prompt = learning_prompt(int(budget * EXAMPLES_SHARE))
+        budget -= prompt_tokens(prompt)
         shown = await self.facts_to_show(user, batch, int(budget * FACTS_SHARE))
         request = await asyncio.to_thread(learning_request, shown, batch, budget)
         schema = operations_schema(len(shown))
