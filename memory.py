@@ -1269,6 +1269,7 @@ EMBEDDED_MESSAGES = 32  # past messages that are sorted by meaning
 ALL_WORDS = 6.0  # evidence of a text that has all words of the query
 MAX_QUERY = 2000  # bytes of a query whose words are searched, from its two ends
 NEIGHBOUR_SHARE = 0.7  # of a word that only the message before or after has
+COSINE = faiss.METRIC_INNER_PRODUCT  # of vectors of length 1
 FEW = 8  # texts; fewer have no distribution
 MIN_BEST_SHARE = 0.7  # of `chance`: if the best has less, nothing is relevant
 MIN_SHARE = 0.3  # of `chance`: a text that has less is not relevant
@@ -1430,8 +1431,8 @@ def meaning(vector: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarr
     deviation = round(float(between.std()), 6)  # 0 if all vectors are equal
     if deviation and matrix.shape[1] == len(vector):
         faiss.omp_set_num_threads(1)  # of this thread, because to wake more takes 4 ms
-        [cosines], [places] = flat_index(known).search(vector[None], len(known))
-        scores[places] = (cosines - cosines.mean()) / deviation
+        [cosines], [order] = faiss.knn(vector[None], matrix, len(known), COSINE)
+        scores[np.array([*known])[order]] = (cosines - cosines.mean()) / deviation
     return scores
 
 
@@ -1460,14 +1461,6 @@ def rank(
 
 def best_first(scores: np.ndarray) -> list[int]:
     return np.argsort(-scores, kind="stable").tolist()
-
-
-def flat_index(vectors: Vectors) -> Any:
-    """Return a FAISS index of vectors by id, which compares a query with each."""
-    matrix = np.stack([*vectors.values()])
-    index = faiss.IndexIDMap2(faiss.IndexFlatIP(matrix.shape[1]))
-    index.add_with_ids(matrix, np.array([*vectors], "int64"))
-    return index
 
 
 def vector_id(model: str, text: str) -> int:
@@ -1874,7 +1867,9 @@ class User:
         known = self.vectors | vectors
         known = {id: v for id, v in known.items() if id in ids and len(v) == size}
         if known:
-            content = faiss.serialize_index(flat_index(known)).tobytes()
+            index = faiss.IndexIDMap2(faiss.IndexFlatIP(size))
+            index.add_with_ids(np.stack([*known.values()]), np.array([*known], "int64"))
+            content = faiss.serialize_index(index).tobytes()
             digest = hashlib.sha256(content).digest()
             replace_file(self.folder / "memory.faiss", content + digest)
         self.vectors = known
