@@ -1747,7 +1747,7 @@ class User:
             row = row | {"ended_at": max(row["ended_at"], last["ended_at"])}
         # The marker comes first, because a turn without one is never learned. `insert`
         # syncs the folder after both.
-        marker_path(self.folder, session_id).touch()
+        (self.folder / f"{session_id}.unlearned").touch()
         turns = open_database(self.folder, session_id).table("turns")
         turns.insert(Document(row, doc_id=row["turn"]))
         self.unlearned = [*self.unlearned, unlearned_turn(session_id, row, last)]
@@ -1892,7 +1892,7 @@ class User:
             # Markers come before the file. After a kill between them in the other
             # order, no turn would wait to be learned, and the facts would stay lost.
             for id in session_ids(self.folder):
-                marker_path(self.folder, id).touch()
+                (self.folder / f"{id}.unlearned").touch()
             record = EMPTY
             self._write(record)
         unlearned = []
@@ -1929,7 +1929,7 @@ class User:
         """Let turns wait no more. Remove the markers of sessions where none waits."""
         rest = [turn for turn in self.unlearned if turn not in turns]
         for id in {*map(session_of, turns)} - {*map(session_of, rest)}:
-            marker_path(self.folder, id).unlink(missing_ok=True)
+            (self.folder / f"{id}.unlearned").unlink(missing_ok=True)
         self.unlearned = rest
 
 
@@ -2018,11 +2018,6 @@ def read_conversations(folder: Path) -> list[Json]:
 
 def session_ids(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob(f"{'?' * 36}.json"))
-
-
-def marker_path(folder: Path, session_id: str) -> Path:
-    """Return the empty file that says that turns of a session wait to be learned."""
-    return folder / f"{session_id}.unlearned"
 
 
 def parse_tables(content: bytes) -> Tables:
