@@ -298,10 +298,10 @@ class Memory:
             async with user.session_locks.setdefault(session_id, asyncio.Lock()):
                 user.name = name
                 try:
-                    known = await user.begin_turn(session_id)
+                    turn = await user.begin_turn(session_id)
                 except NotFound:  # the user was deleted while this turn waited
                     continue
-                yield Turn(self, user, session_id, *known)
+                yield turn
                 return
 
     def user(self, user_id: str) -> "User":
@@ -1723,10 +1723,8 @@ class User:
         self.is_loaded = self.is_deleted = False
 
     @on_disk
-    def begin_turn(
-        self, session_id: str
-    ) -> tuple["Transcript", list[Fact], list[TurnRow]]:
-        """Return what a turn builds on.
+    def begin_turn(self, session_id: str) -> Turn:
+        """Return a new turn of a session.
 
         Facts and turns that wait are read together: what is no longer one is the other.
         """
@@ -1736,7 +1734,8 @@ class User:
         last, learned = len(transcript.turns), self.record.learned
         if learned.get(session_id, 0) > last:
             self._write(replace(self.record, learned=learned | {session_id: last}))
-        return transcript, current_facts(self.record), self.unlearned
+        facts = current_facts(self.record)
+        return Turn(self.memory, self, session_id, transcript, facts, self.unlearned)
 
     @on_disk
     def append(self, session_id: str, row: Json, last: TurnRow | None) -> None:
