@@ -647,8 +647,6 @@ class Learner:
                 pause = self.settings.learn_delay if works else failed_pause
         finally:
             del self.tasks[folder]
-            if not self.tasks:  # nothing waits any more
-                self.memory.degraded.pop("learning", None)
 
     async def try_next(self, folder: str, failures: Counter[str], delay: float) -> bool:
         """Learn once. Tell whether the endpoint and the disk worked."""
