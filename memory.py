@@ -1216,13 +1216,9 @@ class FactStore:
     def add_history(
         self, memory_id: str, old: str | None, new: str | None, event: str, **_: Any
     ) -> None:
-        row: HistoryRow = {
-            "memory_id": memory_id,
-            "event": event,
-            "at": now(),
-            "old_memory": old,
-            "new_memory": new,
-        }
+        row = HistoryRow(
+            memory_id=memory_id, event=event, at=now(), old_memory=old, new_memory=new
+        )
         self.history.append(row)
         del self.history[:-MAX_HISTORY]
 
