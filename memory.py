@@ -1886,8 +1886,8 @@ class User:
             # order, no turn would wait to be learned, and the facts would stay lost.
             for id in session_ids(self.folder):
                 (self.folder / f"{id}.unlearned").touch()
-            record = EMPTY
-            self._write(record)
+            self._write(EMPTY)
+            record = self.record
         unlearned = []
         for marker in self.folder.glob("*.unlearned"):
             turns = read_transcript(self.folder, marker.stem).turns
