@@ -1523,12 +1523,7 @@ def word_set(text: str) -> frozenset[str]:
 
 def content_words(text: str) -> set[str]:
     """Return the words of a text that are no stop words."""
-    return {*split_words(text)} - stop_words()
-
-
-@functools.cache
-def stop_words() -> set[str]:
-    return {*split_words(STOP_WORDS)}
+    return {*split_words(text)} - STOPS
 
 
 def split_words(text: str) -> list[str]:
@@ -1551,6 +1546,9 @@ def folded(text: str) -> str:
     plain = unicodedata.normalize("NFKD", text).casefold()
     kept = (letter for letter in plain if unicodedata.category(letter)[0] != "M")
     return unicodedata.normalize("NFC", "".join(kept))  # Korean syllables whole again
+
+
+STOPS = {*split_words(STOP_WORDS)}  # as they are compared
 
 
 def one_line(text: Any) -> str:
