@@ -41,6 +41,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Concatenate, Literal, NamedTuple, NotRequired, Self
@@ -1789,7 +1790,8 @@ class User:
         rows = self._fact_history(fact_id)
         # Rows of other ids that hold one of its texts go, too: the fact may have been
         # forgotten, and learned again under a new id.
-        texts = {text for row in rows for text in texts_of(row)} - {None}
+        texts_of = itemgetter("old_memory", "new_memory")
+        texts = {*itertools.chain(*map(texts_of, rows))} - {None}
         rest = self.record.history
         history = [row for row in rest if texts.isdisjoint(texts_of(row))]
         facts = {id: fact for id, fact in self.record.facts.items() if id != fact_id}
@@ -1931,10 +1933,6 @@ def unlearned_turn(session_id: str, row: Any, last: TurnRow | None) -> TurnRow:
         query, response = before_text(last["query"]), before_text(last["response"])
         before = f"user: {query}\nassistant: {response}"
     return row | {"id": f"{session_id}/{row['turn']}", "before": before}
-
-
-def texts_of(row: HistoryRow) -> tuple[str | None, str | None]:
-    return row["old_memory"], row["new_memory"]
 
 
 def before_text(text: str) -> str:
