@@ -228,9 +228,9 @@ class Memory:
         self.users = WeakValueDictionary[str, User]()
         self.newest = OrderedDict[str, User]()
         self.writes: set[asyncio.Task[Any]] = set()
-        self.folder_lock = -1  # the descriptor of .lock while this process owns it
+        self.folder_lock: int | None = None  # descriptor of .lock, while it is open
 
-    async def open(self) -> None:
+    async def open(self) -> Self:
         """Take the folder, and go on learning what a stop or a crash left.
 
         Raises:
@@ -256,30 +256,24 @@ class Memory:
         self.learner.marked.update(Counter(map(os.path.dirname, markers)))
         for folder in self.learner.marked:
             self.learner.schedule(folder)
+        return self
 
-    async def close(self) -> None:
+    async def close(self, *_: object) -> None:
         """Stop learning, and end all writes. What is not learned waits on disk."""
-        while self.learner.tasks or self.writes:  # a turn that ends may start others
-            await self.learner.stop()
-            await asyncio.gather(*self.writes, return_exceptions=True)
-        if self.is_open:
-            os.close(self.folder_lock)  # this frees the folder
-        self.folder_lock = -1
+        folder_lock, self.folder_lock = self.folder_lock, None  # no work begins now
+        tasks = self.learner.tasks
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), *self.writes, return_exceptions=True)
+        tasks.clear()  # one that was cancelled before its first step is still there
+        if folder_lock is not None:
+            os.close(folder_lock)  # this frees the folder
         # Another process may change the folder before this memory opens it again.
         self.users.clear()
         self.newest.clear()
         self.learner.marked.clear()
 
-    @property
-    def is_open(self) -> bool:
-        return self.folder_lock >= 0
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    __aenter__, __aexit__ = open, close
 
     async def idle(self) -> None:
         """Wait until all is learned, summarized and embedded. It needs a model."""
@@ -621,20 +615,11 @@ class Learner:
 
     def schedule(self, folder: str) -> None:
         """Let a user's task look at what waits, now or after its current round."""
-        if not self.memory.is_open:  # it was closed before the turn ended
+        if self.memory.folder_lock is None:  # it was closed before the turn ended
             return
         self.scheduled.add(folder)
         if folder not in self.tasks:
             self.tasks[folder] = asyncio.create_task(self.run(folder))
-
-    async def stop(self) -> None:
-        for task in self.tasks.values():
-            task.cancel()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        # A task that was cancelled before its first step has not removed itself.
-        self.tasks = {
-            name: task for name, task in self.tasks.items() if not task.done()
-        }
 
     async def run(self, folder: str) -> None:
         """Learn a user's turns that wait, and those that come meanwhile."""
@@ -1681,7 +1666,7 @@ def on_disk(
                     if user.unlearned:
                         user.memory.learner.schedule(user.folder.name)
 
-        if not user.memory.is_open:
+        if user.memory.folder_lock is None:
             raise RuntimeError("this memory is closed")
         # A task of its own, because a cancelled caller must not cut it short.
         task = asyncio.create_task(work())
