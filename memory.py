@@ -24,7 +24,6 @@ import base64
 import copy
 import fcntl
 import functools
-import glob
 import hashlib
 import itertools
 import json
@@ -252,10 +251,8 @@ class Memory:
         await asyncio.to_thread(open_mem0)
         for path in self.folder.glob(".deleted-*"):  # what a crash left of users
             await asyncio.to_thread(shutil.rmtree, path, True)  # ignoring errors
-        markers = glob.iglob("*/*.unlearned", root_dir=self.folder)
-        self.learner.marked.update(Counter(map(os.path.dirname, markers)))
-        for folder in self.learner.marked:
-            self.learner.schedule(folder)
+        for marker in self.folder.glob("*/*.unlearned"):
+            self.learner.schedule(marker.parent.name)
         return self
 
     async def close(self, *_: object) -> None:
@@ -355,14 +352,9 @@ class Memory:
 
     @property
     def pending(self) -> int:
-        """Turns that wait to be learned, at least one for each user whose task runs.
-
-        A user who is not loaded counts the sessions that waited at the start.
-        """
-        loaded = [user for user in self.users.values() if user.is_loaded]
-        counts = {user.folder.name: len(user.unlearned) for user in loaded}
-        counts = {**self.learner.marked, **counts}
-        return sum(max(1, counts.get(folder, 1)) for folder in self.learner.tasks)
+        """Turns that wait to be learned, at least one for each user whose task runs."""
+        users = map(self.users.get, self.learner.tasks)  # None: it is not loaded yet
+        return sum(max(1, len(user.unlearned) if user else 0) for user in users)
 
 
 # --- One turn ---
@@ -609,7 +601,6 @@ class Learner:
         self.free_slots = asyncio.Semaphore(self.settings.learn_concurrency)
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
         self.scheduled: set[str] = set()  # folders that their task has yet to look at
-        self.marked: dict[str, int] = {}  # sessions that waited at the start, by folder
         self.given_up = 0  # turns that were never learned, and are no longer tried
         self.dropped = 0  # operations that a check dropped
 
