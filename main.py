@@ -368,7 +368,6 @@ class TurnResponse(StreamingResponse):
     last_event: Callable[[], bytes]
     task: asyncio.Task[None]  # `stream_response` sets it
     ping = b""  # sent after a silence; empty: nothing is sent
-    has_begun = False  # Was a byte sent?
     failure: Failure | None = None  # why the turn ended without an answer
 
     def __init__(self, service: "Service", query: str, user_id: str, session_id: str):
@@ -387,13 +386,15 @@ class TurnResponse(StreamingResponse):
         self.service.running.add(self.task)
         self.task.add_done_callback(self.service.running.discard)
         start: Json = {"type": "http.response.start", "status": 200}
+        start["headers"] = self.raw_headers
         body: Json = {"type": "http.response.body", "more_body": True}
+        has_begun = False
         try:
             async for event in self.events():
                 async with asyncio.timeout(self.service.settings.unread_limit):
-                    if not self.has_begun:  # only now: a failure has its own status
-                        self.has_begun = True
-                        await send(start | {"headers": self.raw_headers})
+                    if not has_begun:  # only now, because a failure has its own status
+                        await send(start)
+                        has_begun = True
                     await send(body | {"body": event})
             await send({"type": "http.response.body"})
         except TimeoutError:
@@ -497,7 +498,7 @@ class AgentRun(TurnResponse):
         self.tools = {function.__name__: function for function in functions}
         if self.tools:  # many endpoints refuse an empty list
             self.request["tools"] = [*map(tools.schema, self.tools.values())]
-        hints = await turn.hints(self.query) if turn else Hints("", [], [], [])
+        hints = await turn.hints(self.query) if turn else Hints([], [], [])
         # Before the event `memory`, because this removes hints that do not fit.
         self.request["messages"] = await self.build_prompt(turn, hints)
         told: Json = {"facts": hints.for_client(), "degraded": hints.degraded}
@@ -939,7 +940,7 @@ async def health(service: TheService) -> Json:
     return {
         "status": "ok" if works else "degraded",
         "model": model,
-        "degraded": {**memories.degraded},  # threads change it
+        "degraded": memories.degraded,
         "pending": memories.pending,
         "given_up": memories.learner.given_up,
         "dropped": memories.learner.dropped,
@@ -1048,6 +1049,7 @@ class Relay(TurnResponse):
         self.request, self.is_stream = body, bool(body.get("stream"))
         self.media_type = "text/event-stream" if self.is_stream else "application/json"
         self.end = b"data: [DONE]\n\n"  # or an answer that is not streamed
+        self.has_begun = False  # Was a chunk sent?
         body.pop("model", None)  # it is always ours
         self.users = [m for m in body["messages"] if m.get("role") == "user"]
         texts = [clean(text_of(message)) for message in self.users]
@@ -1066,6 +1068,7 @@ class Relay(TurnResponse):
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
                 if self.is_stream and chunk is not DONE:
+                    self.has_begun = True
                     await self.queue.put(sse_event(chunk))
                 elif chunk is not DONE:
                     self.end = to_json(chunk).encode()

@@ -131,9 +131,6 @@ class TurnRow(TypedDict):
     before: NotRequired[str]  # what was said in the turn before; only if it waits
 
 
-FoundFacts = tuple[list[Fact], list[str]]  # best first; what could not be used
-
-
 class NotFound(Exception):
     """A user, session or fact does not exist, or was deleted meanwhile."""
 
@@ -221,7 +218,7 @@ class Memory:
         self.folder, self.settings = Path(folder).resolve(), settings or Settings()
         self.limits = limits
         self.degraded: dict[str, str] = {}  # what does not work, and since when
-        self.search = Search(embed, rerank, limits, self.settings, self.degraded)
+        self.search = Search(self, embed, rerank)
         self.learner = Learner(self, complete)
         # Whoever uses a user holds it, so there are never two of one name.
         self.users = WeakValueDictionary[str, User]()
@@ -268,7 +265,6 @@ class Memory:
         # Another process may change the folder before this memory opens it again.
         self.users.clear()
         self.newest.clear()
-        self.learner.marked.clear()
 
     __aenter__, __aexit__ = open, close
 
@@ -302,7 +298,7 @@ class Memory:
 
     def user_in_folder(self, folder: str) -> "User":
         user = self.users.get(folder)
-        if user is None or user.is_deleted:
+        if user is None or user.state == "deleted":
             user = self.users[folder] = User(self, self.folder / folder)
         self.newest[folder] = user
         self.newest.move_to_end(folder)
@@ -318,37 +314,8 @@ class Memory:
         except NotFound:
             return []
         if query:
-            return (await self.find_facts(user, query, k))[0]
+            return await self.search.find_facts(user, query, k)
         return scored(user.record.facts)
-
-    async def find_facts(
-        self, user: "User", query: str, k: int, loose: bool = False
-    ) -> FoundFacts:
-        """Rank a user's facts. If some lack a vector, it is made for the next time."""
-        facts = await asyncio.to_thread(current_facts, user.record)
-        ids = self.search.vector_ids(facts)
-        if self.search.embed and not user.vectors.keys() >= {*ids}:
-            user.needs_vectors = True
-            self.learner.schedule(user.folder.name)
-        vectors = [user.vectors.get(id) for id in ids]
-        return await self.search.rank_facts(query, facts, vectors, k, loose)
-
-    async def embed_facts(self, user: "User") -> bool:
-        """Make vectors that facts lack. Tell whether more are to be made.
-
-        If all facts fit the hints and no search has run, none are needed.
-        """
-        facts = [*user.record.facts.values()]
-        fits = fit_budget(facts, self.settings.hint_tokens, hint_line) == facts
-        if fits and not user.needs_vectors:
-            return False
-        texts = {id: f["text"] for id, f in zip(self.search.vector_ids(facts), facts)}
-        missing = [id for id in texts if id not in user.vectors]
-        some, prefix = missing[:100], self.settings.embedding_document_prefix
-        made = await self.search.vectors([prefix + texts[id] for id in some], None)
-        if made:
-            await user.add_vectors(dict(zip(some, made)))
-        return bool(made) and len(some) < len(missing)
 
     @property
     def pending(self) -> int:
@@ -367,7 +334,6 @@ JUST_SAID_CHARS = 200  # of each of these messages
 class Hints:
     """What memory puts before the model, besides the session's own turns."""
 
-    query: str
     facts: list[Fact]  # all, best first; or the profile, then what search found
     just_said: list[str]  # elsewhere and not yet learned, newest first
     degraded: list[str]  # parts that could not be used
@@ -417,7 +383,7 @@ class Turn:
     transcript: "Transcript"
     facts: list[Fact]  # that have not faded, best first
     unlearned: list[TurnRow]  # of all sessions, oldest first
-    query: str = ""  # set by `hints`, for the tools
+    query: str = ""  # set by `hints`, for the prompt and the tools
 
     @property
     def number(self) -> int:
@@ -448,11 +414,12 @@ class Turn:
             facts = [fact for fact in facts if fact["kind"] == "profile"]
             facts = fit_budget(facts, budget // 2, hint_line)
             k = settings.hint_k + len(facts)  # search may find the profile again
-            found, degraded = await self.memory.find_facts(self.user, query, k)
+            found = await self.memory.search.find_facts(self.user, query, k)
+            degraded += sorted({"embeddings", "rerank"} & self.memory.degraded.keys())
             known = {fact["id"] for fact in facts}
             new = [fact for fact in found if fact["id"] not in known]
             facts = fit_budget(facts + new[: settings.hint_k], budget, hint_line)
-        return Hints(query, facts, just_said, degraded)
+        return Hints(facts, just_said, degraded)
 
     def just_said(self, budget: int, shown: Iterable[str] = ()) -> list[str]:
         """Return what the user said that is neither learned nor shown, newest first.
@@ -487,7 +454,7 @@ class Turn:
         while True:
             earlier = f"\n\nEarlier in this conversation:\n{summary}" if summary else ""
             first = as_message("system", system + earlier)
-            last = as_message("user", f"{hints.block()}\n\n{hints.query}")
+            last = as_message("user", f"{hints.block()}\n\n{self.query}")
             if prompt_tokens([first, last]) + sum(sizes) <= limit:
                 return [first, *itertools.chain(*exchanges), last]
             if len(exchanges) > 2:
@@ -522,14 +489,19 @@ class Turn:
         row |= {"status": status, "reasoning_mode": False, "rounds": 1, "tools": []}
         row |= {"started_at": now(), "ended_at": now()} | more
         last = self.transcript.turns[-1] if self.transcript.turns else None
-        await self.user.append(self.session_id, row, last)
+        try:
+            await self.user.append(self.session_id, row, last)
+        except OSError:
+            self.memory.degraded.setdefault("storage", now())
+            raise
+        self.memory.degraded.pop("storage", None)
 
     # The model calls these tools, but cannot choose the user or the session.
 
     async def fetch_memory(self, query: str, k: int = 5) -> str:
         """Search what is known about the user, if the hints do not hold the answer."""
         k = max(1, min(k, 20))
-        facts, _ = await self.memory.find_facts(self.user, query, k)
+        facts = await self.memory.search.find_facts(self.user, query, k)
         just_said = self.just_said(self.memory.limits().context_tokens // 8)
         just_said.sort(key=lambda text: not share_word(text, query))  # relevant first
         lines = [hint_line(fact) for fact in facts]
@@ -600,45 +572,40 @@ class Learner:
         self.settings = memory.settings
         self.free_slots = asyncio.Semaphore(self.settings.learn_concurrency)
         self.tasks: dict[str, asyncio.Task[None]] = {}  # by the name of a user's folder
-        self.scheduled: set[str] = set()  # folders that their task has yet to look at
         self.given_up = 0  # turns that were never learned, and are no longer tried
         self.dropped = 0  # operations that a check dropped
 
     def schedule(self, folder: str) -> None:
-        """Let a user's task look at what waits, now or after its current round."""
-        if self.memory.folder_lock is None:  # it was closed before the turn ended
-            return
-        self.scheduled.add(folder)
-        if folder not in self.tasks:
+        """Start a user's task, unless it runs or the memory is closed."""
+        if folder not in self.tasks and self.memory.folder_lock is not None:
             self.tasks[folder] = asyncio.create_task(self.run(folder))
 
     async def run(self, folder: str) -> None:
         """Learn a user's turns that wait, and those that come meanwhile."""
         pause, failures = self.settings.learn_delay, Counter[str]()  # by the turn's id
         try:
-            while folder in self.scheduled:
-                self.scheduled.discard(folder)
+            while pause:
                 await asyncio.sleep(pause)
-                failed_pause = max(self.settings.retry_delay, min(2 * pause, 60.0))
-                works = await self.try_next(folder, failures, failed_pause)
-                pause = self.settings.learn_delay if works else failed_pause
-        finally:
+                async with self.free_slots:
+                    pause = await self.try_next(folder, failures, pause)
+        finally:  # in the same step as the last look at what waits
             del self.tasks[folder]
 
-    async def try_next(self, folder: str, failures: Counter[str], delay: float) -> bool:
-        """Learn once. Tell whether the endpoint and the disk worked."""
+    async def try_next(self, folder: str, failures: Counter[str], last: float) -> float:
+        """Learn once. Return the pause before the next time, or 0 if nothing waits."""
+        more = False
         try:
-            async with self.free_slots:
-                if await self.learn_next(folder, failures):
-                    self.scheduled.add(folder)
-        except NotFound:  # the next turn may have brought the user back
+            more = await self.learn_next(folder, failures)
+        except NotFound:
             log.info("a user was deleted, so learning from them ended")
         except OSError as error:  # also the ConnectionError of `ask`
             self.memory.degraded.setdefault("learning", now())
-            log.warning("learning waits %g s: %r", delay, error.__cause__ or error)
-            self.scheduled.add(folder)
-            return False
-        return True
+            pause = max(self.settings.retry_delay, min(2 * last, 60.0))
+            log.warning("learning waits %g s: %r", pause, error.__cause__ or error)
+            return pause
+        user = self.memory.user_in_folder(folder)  # another, if one was deleted
+        more = more or bool(user.unlearned) or user.needs_vectors
+        return self.settings.learn_delay if more else 0
 
     async def learn_next(self, folder: str, failures: Counter[str]) -> bool:
         """Learn the turns that have waited longest. Tell whether more is to do.
@@ -648,7 +615,7 @@ class Learner:
         user = self.memory.user_in_folder(folder)
         await user.load()
         if not user.unlearned:
-            return await self.memory.embed_facts(user)
+            return await self.memory.search.embed_facts(user)
         batch = self.next_batch(user.unlearned, failures)
         first = str(batch[0]["id"])
         try:
@@ -718,7 +685,8 @@ class Learner:
             return facts
         query = "\n".join(turn["query"] for turn in batch)
         # All, because a fact may be meant without a common word.
-        nearest, _ = await self.memory.find_facts(user, query, SHOWN_FACTS, loose=True)
+        search = self.memory.search
+        nearest = await search.find_facts(user, query, SHOWN_FACTS, loose=True)
         return fit_budget(nearest, budget, hint_line)
 
     async def confirm(self, operation: "Operation") -> list["Operation"]:
@@ -1143,29 +1111,22 @@ class FactStore:
             self.mem0.delete(id)
             return
         text, turn = operation.text, operation.turn
+        new: Json = {"source": turn["id"], "last_seen_at": turn["ended_at"]}
         twin = find_duplicate(self.facts, text)
         if twin and twin["id"] != id:
-            self.count_again(twin, turn)
+            if twin["source"] != turn["id"]:  # one turn counts it only once
+                # Not through Mem0, because Mem0 would add a row of history.
+                again: Any = {**twin, **new, "frequency": twin["frequency"] + 1}
+                self.facts[twin["id"]] = again
             if operation.op == "update":
                 self.mem0.delete(id)  # the updated fact would only repeat its twin
             return
-        new: Json = {"kind": operation.kind, "importance": operation.importance}
-        new |= {"source": turn["id"], "last_seen_at": turn["ended_at"]}
+        new |= {"kind": operation.kind, "importance": operation.importance}
         if operation.op == "update":
             self.mem0.update(id, text, metadata=new)  # Mem0 keeps the other fields
         else:
             new |= {"frequency": 1, "created_at": turn["ended_at"]}
             self.mem0.add(text, user_id="user", infer=False, metadata=new)
-
-    def count_again(self, fact: Fact, turn: Json) -> None:
-        """Note that a fact was said again. One turn counts it only once."""
-        if fact["source"] == turn["id"]:
-            return
-        # Not through Mem0, because Mem0 would add a row of history.
-        fact = {**fact, "frequency": fact["frequency"] + 1}
-        if turn["ended_at"] >= fact["last_seen_at"]:
-            fact |= {"source": turn["id"], "last_seen_at": turn["ended_at"]}
-        self.facts[fact["id"]] = fact
 
     def evict(self, max_facts: int) -> None:
         """Delete the facts with the lowest scores, if there are too many."""
@@ -1246,7 +1207,6 @@ MIN_BEST_SHARE = 0.7  # of `chance`: if the best has less, nothing is relevant
 MIN_SHARE = 0.3  # of `chance`: a text that has less is not relevant
 
 
-@dataclass
 class Search:
     """Finds facts and past messages: words find, meaning sorts.
 
@@ -1257,40 +1217,38 @@ class Search:
     serve.
     """
 
-    embed: Embed | None
-    rerank: Rerank | None
-    limits: Callable[[], Limits]
-    settings: Settings
-    degraded: dict[str, str]  # what does not work, and since when
+    def __init__(self, memory: Memory, embed: Embed | None, rerank: Rerank | None):
+        self.memory, self.embed, self.rerank = memory, embed, rerank
+        self.settings = memory.settings
 
-    async def rank_facts(
-        self,
-        query: str,
-        facts: list[Fact],
-        vectors: list[Vector | None],
-        k: int,
-        loose: bool = False,
-    ) -> FoundFacts:
-        """Return at most k of the facts, best first, and what could not be used.
+    async def find_facts(
+        self, user: "User", query: str, k: int, loose: bool = False
+    ) -> list[Fact]:
+        """Return at most k of a user's facts, best first.
+
+        If some lack a vector, it is made for the next time.
 
         Args:
             loose: Also return facts that are not relevant.
         """
+        facts = await asyncio.to_thread(current_facts, user.record)
         if not facts or not query:
-            return [], [] if self.embed else ["embeddings"]
+            return []
+        ids, texts = self.vector_ids(facts), [fact["text"] for fact in facts]
+        if self.embed and not user.vectors.keys() >= {*ids}:
+            user.needs_vectors = True
+            self.memory.learner.schedule(user.folder.name)
         document = self.settings.embedding_query_prefix + query
         made = await self.vectors([document], self.settings.embedding_timeout)
-        vector, degraded = (made[0], []) if made else (None, ["embeddings"])
-        texts = [fact["text"] for fact in facts]
+        vector = made[0] if made else None
+        vectors = [user.vectors.get(id) for id in ids]
         ranked = await asyncio.to_thread(rank, query, texts, vector, vectors, loose)
         found: list[Fact] = [{**facts[n], "score": score} for n, score in ranked]
         if self.rerank and found:
             work = rerank_best(self.rerank, query, found[: max(k, RERANKED)], k)
             best = await self.attempt("rerank", work, self.settings.rerank_timeout)
-            if not best:
-                degraded.append("rerank")
             found = best or found
-        return found[:k], degraded
+        return found[:k]
 
     async def rank_messages(self, query: str, texts: list[str]) -> list[int]:
         """Return the places of the messages that fit a query, best first.
@@ -1311,10 +1269,29 @@ class Search:
             evidence += meaning(vectors[0], vectors[1:])
         return [best[n] for n in best_first(evidence)]
 
+    async def embed_facts(self, user: "User") -> bool:
+        """Make vectors that facts lack. Tell whether more are to be made.
+
+        If all facts fit the hints and no search has run, none are needed.
+        """
+        facts = [*user.record.facts.values()]
+        fits = fit_budget(facts, self.settings.hint_tokens, hint_line) == facts
+        if fits and not user.needs_vectors:
+            return False
+        user.needs_vectors = False
+        texts = {id: f["text"] for id, f in zip(self.vector_ids(facts), facts)}
+        missing = [id for id in texts if id not in user.vectors]
+        some, prefix = missing[:100], self.settings.embedding_document_prefix
+        made = await self.vectors([prefix + texts[id] for id in some], None)
+        if made:
+            await user.add_vectors(dict(zip(some, made)))
+        user.needs_vectors |= bool(made) and len(some) < len(missing)
+        return user.needs_vectors
+
     def vector_ids(self, facts: Iterable[Fact]) -> list[int]:
         """Return the ids of the facts' vectors. Another model makes other ids."""
         prefix = self.settings.embedding_document_prefix
-        model = f"{self.limits().embedding_model}\0{prefix}"
+        model = f"{self.memory.limits().embedding_model}\0{prefix}"
         return [vector_id(model, fact["text"]) for fact in facts]
 
     async def vectors(
@@ -1334,10 +1311,10 @@ class Search:
             async with asyncio.timeout(timeout):
                 result = await work
         except Exception:  # whatever the endpoint did
-            self.degraded.setdefault(part, now())
+            self.memory.degraded.setdefault(part, now())
             log.warning("%s failed", part, exc_info=True)
             return None
-        self.degraded.pop(part, None)
+        self.memory.degraded.pop(part, None)
         return result
 
 
@@ -1635,23 +1612,25 @@ def on_disk(
 ) -> Callable[Concatenate["User", P], Coroutine[Any, Any, T]]:
     """Run a method of User in a thread: one at a time, and to its end if cancelled.
 
-    Before it, the user's files are read, if they were not. Raises RuntimeError if the
-    memory is closed, because `Memory.close` awaits these.
+    Before the first one, the user's files are read. Raises RuntimeError if the memory
+    is closed, because `Memory.close` awaits these.
     """
 
     @functools.wraps(method)
     async def run(user: "User", *arguments: P.args, **named: P.kwargs) -> T:
+        def load_and_run() -> T:
+            user._load()
+            return method(user, *arguments, **named)
+
         async def work() -> T:
             async with user.lock:
                 try:
-                    if not user.is_loaded:
-                        await asyncio.to_thread(user.load_files)
-                    return await asyncio.to_thread(method, user, *arguments, **named)
+                    return await asyncio.to_thread(load_and_run)
                 except OSError:
-                    # Here, because a cancelled caller does not see it.
+                    # Logged here, because a cancelled caller does not see it.
                     log.warning("the disk fails", exc_info=True)
-                    user.memory.degraded.setdefault("storage", now())
-                    user.is_loaded = False  # nobody knows what is in the files now
+                    if user.state == "loaded":
+                        user.state = "new"  # nobody knows what is in the files now
                     raise
                 finally:
                     if user.unlearned:
@@ -1689,7 +1668,7 @@ class User:
         self.unlearned: list[TurnRow] = []  # of all sessions, oldest first
         self.vectors: Vectors = {}  # of facts
         self.needs_vectors = False  # a search wanted some that are missing
-        self.is_loaded = self.is_deleted = False
+        self.state: Literal["new", "loaded", "deleted"] = "new"
 
     @on_disk
     def begin_turn(self, session_id: str) -> Turn:
@@ -1719,7 +1698,6 @@ class User:
         turns = open_database(self.folder, session_id).table("turns")
         turns.insert(Document(row, doc_id=row["turn"]))
         self.unlearned = [*self.unlearned, unlearned_turn(session_id, row, last)]
-        self.memory.degraded.pop("storage", None)
 
     @on_disk
     def commit(self, operations: list[Operation], batch: list[TurnRow]) -> None:
@@ -1823,7 +1801,7 @@ class User:
         """Delete everything. Others see one step, even if this process is killed."""
         gone = self.folder.with_name(f".deleted-{uuid.uuid4().hex}")
         os.rename(self.folder, gone)
-        self.is_deleted, self.is_loaded = True, False  # from now on it raises NotFound
+        self.state, self.unlearned = "deleted", []  # from now on it raises NotFound
         sync_folder(gone.parent)
         shutil.rmtree(gone, ignore_errors=True)  # `Memory.open` deletes what is left
 
@@ -1843,14 +1821,12 @@ class User:
             replace_file(self.folder / "memory.faiss", content + digest)
         self.vectors = known
 
-    @on_disk
-    def load(self) -> None:
-        """Read the user's files, if they were not."""
-
-    def load_files(self) -> None:
-        """Read what memory.json and the marked sessions hold."""
+    def _load(self) -> None:
+        """Read what memory.json and the marked sessions hold, once."""
+        if self.state == "loaded":
+            return
         # A late turn must not bring a deleted user back.
-        if self.is_deleted or not (self.name or self.folder.is_dir()):
+        if self.state == "deleted" or not (self.name or self.folder.is_dir()):
             raise NotFound("user")
         if not self.folder.is_dir():
             self.folder.mkdir()
@@ -1877,13 +1853,14 @@ class User:
                 marker.unlink()
         self.unlearned = sorted(unlearned, key=lambda turn: turn["ended_at"])
         self.vectors = load_file(self.folder / "memory.faiss", parse_vectors) or {}
-        self.record, self.is_loaded = record, True
+        self.record, self.state = record, "loaded"
+
+    load = on_disk(_load)
 
     def _write(self, record: Record) -> None:
         record = replace(record, name=self.name or record.name)
         replace_file(self.folder / "memory.json", ANY.dump_json(vars(record)))
         self.record = record
-        self.memory.degraded.pop("storage", None)
 
     def _replace_facts(self, record: Record) -> None:
         """Write a record after a deletion, and leave no copy of what it deletes."""

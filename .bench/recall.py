@@ -32,14 +32,15 @@ def finder(vectors: dict[str, Any]) -> memory.Search:
     async def embed(texts: list[str]) -> list[Any]:
         return [known[text] for text in texts]
 
-    return memory.Search(embed, None, memory.Limits, memory.Settings(), {})
+    return memory.Memory("never opened", embed, embed).search
 
 
 def search(facts: Any, vectors: Any, query: str, query_vector: Any) -> list[str]:
     """Return the ids of the facts that the hints of a query would hold."""
-    known, one = [vectors[fact["text"]] for fact in facts], {query: query_vector}
-    found, _ = asyncio.run(finder(one).rank_facts(query, facts, known, 8))
-    return [fact["id"] for fact in found]
+    texts = [fact["text"] for fact in facts]
+    vector, known = memory.unit_vector(query_vector), [vectors[t] for t in texts]
+    found = memory.rank(query, texts, vector, known) if texts else []
+    return [facts[n]["id"] for n, _ in found[:8]]
 
 
 async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
@@ -49,7 +50,7 @@ async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
         texts += ["", *(one.text for one in session)]
     service = finder(messages | queries)
     found = [await service.rank_messages(query, texts) for query in queries]
-    assert not service.degraded
+    assert not service.memory.degraded
     return [[texts[n] for n in places[:10]] for places in found]
 
 
