@@ -114,6 +114,7 @@ class Settings(memory.Settings):
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # `[DONE]`, compared by `is`
 Parts = list[tuple[str, str]]  # what a chunk adds: an event's type and its text
+PURPOSES = re.compile("embed|rerank")  # in names of models; none of them: chat
 
 
 class Endpoint:
@@ -200,11 +201,9 @@ class Endpoint:
             # Together sends the list alone.
             rows = rows if isinstance(rows, list) else rows.get("data") or []
             self.contexts = {str(r["id"]): r.get("max_model_len") or 0 for r in rows}
+        purposes = {id: "".join(PURPOSES.findall(id)) for id in self.contexts}
         # Models for another purpose come last.
-        others = {"embed", "rerank"} - {self.purpose}
-        fit = [id for id in self.contexts if self.purpose in id]
-        fit = [id for id in fit if not any(other in id for other in others)]
-        ids = sorted(self.contexts, key=lambda id: id not in fit)
+        ids = sorted(purposes, key=lambda id: purposes[id] != self.purpose)
         self.model = self.configured_model or next(iter(ids), "")
         self.contexts.setdefault(self.model, 0)
         if not self.model:
