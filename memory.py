@@ -1000,31 +1000,32 @@ def check_operation(
         return None
     op = str(proposal.get("op")).lower()
     text = "" if op == "delete" else one_line(proposal.get("text"))
-    if not text and op != "delete":
+    kind = proposal.get("kind", "episodic")  # null: it tells nothing lasting
+    if op != "delete" and (kind is None or not text):
         return None
     evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
+    if not quoted:
+        raise RequestRefused("evidence")
     facts = {str(number): fact for number, fact in enumerate(shown)}
     fact = facts.get(str(proposal.get("id"))) if op != "add" else None
-    if op == "update" and not fact:
-        op = "add"
-    kind = "profile" if proposal.get("kind") == "profile" else "episodic"
+    if op == "delete":
+        if not fact:
+            raise RequestRefused("unknown fact")
+        return Operation(op, fact, "", "", 0, quoted[-1])
+    if op not in ("add", "update"):
+        raise RequestRefused("operation")
     importance = proposal.get("importance")
     importance = min(importance, 1.0) if isinstance(importance, int | float) else 0.5
-    if not quoted:
-        rule = "evidence"
-    elif op not in ("add", "update", "delete"):
-        rule = "operation"
-    elif op == "delete":
-        rule = "" if fact else "unknown fact"
-    elif not importance >= 0.2:  # or it is NaN
-        rule = "importance"
-    elif fact and text == fact["text"]:
-        rule = "unchanged"  # being the last, it would replace a delete of the fact
-    else:
-        rule = forbidden(text)
-    if rule:
+    if not importance >= 0.2:  # or it is NaN
+        raise RequestRefused("importance")
+    if fact and text == fact["text"]:
+        # Being the last, it would replace a delete of the fact.
+        raise RequestRefused("unchanged")
+    if rule := forbidden(text):
         raise RequestRefused(rule)
+    kind = "profile" if kind == "profile" else "episodic"
+    op = "update" if fact else "add"
     return Operation(op, fact, text, kind, importance, quoted[-1])
 
 
@@ -1889,8 +1890,8 @@ def unlearned_turn(session_id: str, row: Any, last: TurnRow | None) -> TurnRow:
 
 
 def before_text(text: str) -> str:
-    """Return the two ends of a text without secrets, 300 characters together."""
-    text = cut_redacted(text, MAX_READ)
+    """Return the two ends of a text without secrets, as a line of 300 characters."""
+    text = one_line(cut_redacted(text, MAX_READ))
     return text if len(text) <= 300 else f"{text[:149]}…{text[-150:]}"
 
 
