@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""Chat over HTTP with a model that calls tools and remembers its users.
+"""Chat over HTTP, with a model that uses tools and memory.
 
 A turn has four steps. Build one prompt from the user's facts and the last turns. Call
 the model, run its tools, and repeat until it answers; tokens are streamed as they
@@ -62,7 +62,7 @@ GONE = {"SUMMARIES", "MAX_CONCURRENT_TURNS"}  # settings of earlier versions
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Settings(memory.Settings):
-    """Every setting. In the environment, their names are in upper case."""
+    """Every setting, named in upper case in the environment."""
 
     openai_base_url: HttpUrl | None = None  # None: OpenAI itself
     openai_api_key: Key = ""  # your own endpoint may need none
@@ -118,7 +118,7 @@ PURPOSES = re.compile("embed|rerank")  # in names of models; none of them: chat
 
 
 class Endpoint:
-    """A server with OpenAI's API. A request that is not answered raises Failure."""
+    """A server with OpenAI's API, whose failures are raised as Failure."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Endpoint:
     async def stream(
         self, body: Json, reply: "ReplyParser", max_retries: int = 1
     ) -> AsyncGenerator[tuple[Json, Parts], None]:
-        """Yield the chunks of a reply (or all of it) with what the parser finds."""
+        """Yield each chunk of a reply with what the parser finds."""
         raw: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
         # If only one choice is asked for, a complete reply stands whatever follows it.
         with endpoint_errors(reply if body.get("n") in (None, 1) else None):
@@ -192,7 +192,7 @@ class Endpoint:
         return [(row["index"], row["relevance_score"]) for row in rows]
 
     async def list_models(self) -> str:
-        """List the models and their contexts. Return the one that is set, or chosen."""
+        """List the models, and return the one that is set or chosen."""
         raw: Any = {"cast_to": object, "options": {"timeout": 2.0, "max_retries": 0}}
         # Some servers answer chats, but list no models, or not to this key.
         refusals = openai.NotFoundError, openai.PermissionDeniedError
@@ -229,7 +229,7 @@ async def read_chunks(parts: AsyncIterator[bytes]) -> AsyncGenerator[Json, None]
 
 
 def parse_line(line: bytes) -> Json | None:
-    """Return the object in a line. Comments, empty events and the like have none.
+    """Return the object in a line, if it holds a chunk.
 
     A line without `data:` may be a chunk, or a part of one pretty-printed object.
     """
@@ -264,7 +264,7 @@ NOT_PASSED_ON = (401, 403, 404, 408)
 
 
 class Failure(HTTPException):
-    """A turn cannot go on. `reason` is the endpoint's own sentence, or ours."""
+    """A turn cannot go on, for a reason in the endpoint's words."""
 
     upstream_body = ""  # what /v1 passes on
 
@@ -276,7 +276,7 @@ class Failure(HTTPException):
 
 @contextmanager
 def endpoint_errors(reply: "ReplyParser | None" = None) -> Iterator[None]:
-    """Turn whatever an answer raises into a Failure. A complete reply stands."""
+    """Turn whatever an answer raises into a Failure."""
     try:
         yield
     except Exception as error:
@@ -316,7 +316,7 @@ def status_failure(error: openai.APIStatusError) -> Failure:
 
 
 def first_choice(answer: Json) -> Json:
-    """Return the first choice of an answer, or raise the error that it reports."""
+    """Return the first choice of an answer, or raise its error."""
     choices = answer.get("choices") or []
     choice: Json = next((c for c in choices if c and not c.get("index")), {})
     error = answer.get("error") or choice.get("error")
@@ -339,7 +339,7 @@ def error_sentence(error: Any, key: str = "EMPTY") -> str:
 
 
 def without_key(text: str, key: str) -> str:
-    """Return a text without a key. Its letters inside of another word stay."""
+    """Return a text without a key, unless another word contains it."""
     return re.sub(rf"(?<!\w){re.escape(key)}(?!\w)", "[removed]", text)
 
 
@@ -357,7 +357,7 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class TurnResponse(StreamingResponse):
-    """A response whose turn runs in a task of its own and puts events on a queue.
+    """A response whose turn is a task that puts events on a queue.
 
     AgentRun (/chat) and Relay (/v1) have the methods `answer` and `last_event`, which
     follows after the turn is saved or has failed.
@@ -380,7 +380,7 @@ class TurnResponse(StreamingResponse):
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(64)
 
     async def stream_response(self, send: Send) -> None:
-        """Run the turn and send what it puts. If nobody reads any more, stop it."""
+        """Run the turn, and send what it puts until nobody reads."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
         self.task.add_done_callback(self.service.running.discard)
@@ -402,7 +402,7 @@ class TurnResponse(StreamingResponse):
             self.task.cancel()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield what the turn puts, or a ping, and at last its end."""
+        """Yield what the turn puts, then its end, with pings between."""
         while not (self.task.done() and self.queue.empty()):
             try:
                 async with asyncio.timeout(self.service.settings.ping_after):
@@ -419,7 +419,7 @@ class TurnResponse(StreamingResponse):
         yield self.last_event()
 
     async def run(self) -> None:
-        """Answer the message. If that fails, log it and set `failure`."""
+        """Answer the message, or log why not and set `failure`."""
         try:
             await self.answer_and_save()
         except Exception as error:
@@ -506,7 +506,7 @@ class AgentRun(TurnResponse):
         await self.run_rounds()
 
     async def build_prompt(self, turn: Turn | None, hints: Hints) -> list[Message]:
-        """Return the first messages. They leave a quarter of the context free."""
+        """Return messages that leave a quarter of the context free."""
         if not turn:
             system = memory.as_message("system", SYSTEM_PROMPT)
             return [system, memory.as_message("user", self.query)]
@@ -538,7 +538,7 @@ class AgentRun(TurnResponse):
             tool_choice = None if calls else "none"
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
-        """Ask the model once. Return the calls that are to be run."""
+        """Ask the model once, and return the calls to run."""
         self.row["rounds"] += 1
         request = self.request | {"tool_choice": tool_choice}
         body = with_extra(request, self.service.settings.chat_extra_body)
@@ -557,7 +557,7 @@ class AgentRun(TurnResponse):
         return reply.calls
 
     async def run_calls(self, calls: list[Json]) -> None:
-        """Run calls at the same time. Append them and their results in order."""
+        """Run calls together, and append their results in order."""
         for call in calls:
             if not call["id"] or call["id"] in self.call_ids:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
@@ -575,7 +575,7 @@ class AgentRun(TurnResponse):
         self.request["messages"] += [message | {"tool_calls": calls}, *results]
 
     async def run_call(self, call: Json) -> Message:
-        """Run one call, keep its row for the transcript, and return its message."""
+        """Run one call, keep its row, and return its message."""
         began, name = time.monotonic(), call["function"]["name"]
         arguments = parse_arguments(call["function"]["arguments"])
         # The call goes back to the endpoint, which may refuse other texts.
@@ -624,7 +624,7 @@ def to_line(type: str, **fields: Any) -> bytes:
 
 
 def with_extra(body: Json, extra: Json) -> Json:
-    """Return a body with the fields of a setting. A field that is null is not sent."""
+    """Return a body with a setting's fields, without those that are null."""
     return {n: value for n, value in (body | extra).items() if value is not None}
 
 
@@ -702,7 +702,7 @@ class ReplyParser:
         return parts
 
     def ends_thinking(self, after: str) -> bool:
-        """Tell whether a </think> is a tag, or only mentioned in an answer.
+        """Tell whether a </think> is a tag, and not only mentioned.
 
         Some templates put <think> into the prompt, so that only </think> comes. Then it
         ends its line, and all text before it was thinking.
@@ -718,13 +718,13 @@ class ReplyParser:
         return [("thought", text)] if text else []
 
     def finish(self) -> Parts:
-        """Return the text that was held back. A reply that broke off is a Failure."""
+        """Return the text held back, or raise Failure if it broke off."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
         return self.split_text("", is_last=True)
 
     def add_piece(self, piece: Json) -> None:
-        """Add a piece to the call with its index or id, else to the last call."""
+        """Add a piece to its call, by index or id, or the last."""
         key, id = piece.get("index"), piece.get("id")
         if key is None:
             by_id = {call["id"]: key for key, call in self.call_by_key.items()}
@@ -760,12 +760,12 @@ def text_of(message: Json, between: str = "\n") -> str:
 
 
 def clean(text: str) -> str:
-    """Return a text with lone surrogates replaced, because no file can hold them."""
+    """Replace lone surrogates, because no file can hold them."""
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def parse_arguments(text: str) -> Json | None:
-    """Return a call's arguments, or None if they are no object that can be saved."""
+    """Return a call's arguments, or None if they cannot be saved."""
     with suppress(ValueError):  # pydantic refuses what is nested too deeply
         arguments = ARGUMENTS.validate_json(text or "null") or {}
         json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
@@ -812,7 +812,7 @@ class Service:
         )
 
     async def open(self) -> None:
-        """Open the memory, and log the models. An endpoint may start later."""
+        """Open the memory, and log the models that are served now."""
         await self.memory.open()
         for logger in (memory.log, tools.log):  # so that a plain uvicorn shows them
             logger.parent = log
@@ -842,7 +842,7 @@ class Service:
             raise HTTPException(503, NOT_CONFIGURED)
 
     async def prompt_limit(self) -> int:
-        """Return how many tokens a prompt may have: a quarter is for the answer."""
+        """Return how many tokens a prompt may have, without the answer."""
         if not (self.settings.context_tokens or self.chat.contexts):
             with suppress(Failure):  # the endpoint may have started after us
                 await self.chat.list_models()
@@ -1023,12 +1023,12 @@ async def model(service: TheService, id: str) -> Json:
 
 @openai_router.post("/responses")
 async def responses() -> None:
-    """Name the API that exists, because some clients ask for this one first."""
+    """Name the API that exists, because some clients try this first."""
     raise HTTPException(404, "There is no Responses API: use /v1/chat/completions.")
 
 
 class CompletionRequest(BaseModel, extra="allow"):
-    """Body of POST /v1/chat/completions. Other fields go to the endpoint."""
+    """Body of POST /v1/chat/completions, with any other fields."""
 
     messages: list[Json] = Field(min_length=1)
 
@@ -1037,12 +1037,12 @@ class CompletionRequest(BaseModel, extra="allow"):
 async def completions(
     request: Request, body: CompletionRequest, service: TheService
 ) -> Response:
-    """Pass a request on, with hints in its last user message, and save the answer."""
+    """Pass a request on with hints, and save the answer."""
     return Relay(service, body.model_dump(), request.headers)
 
 
 class Relay(TurnResponse):
-    """One request of /v1, which is passed on with hints, and its answer."""
+    """One request of /v1, passed on with hints, and its answer."""
 
     def __init__(self, service: Service, body: Json, headers: Mapping[str, str]):
         self.request, self.is_stream = body, bool(body.get("stream"))
@@ -1058,7 +1058,7 @@ class Relay(TurnResponse):
         super().__init__(service, texts[-1] if texts else "", *names)
 
     async def answer(self, turn: Turn | None) -> None:
-        """Put the endpoint's chunks, or keep its JSON until the turn is saved."""
+        """Put the endpoint's chunks, or keep its JSON for the end."""
         if turn:
             await self.add_hints(turn)
         extra = with_extra({}, self.service.settings.chat_extra_body)
@@ -1101,7 +1101,7 @@ class Relay(TurnResponse):
 def take_names(
     body: Json, headers: Mapping[str, str], first_text: str
 ) -> tuple[str, str]:
-    """Return the user's name and the session. The body loses fields that were used."""
+    """Return the user and the session, and remove them from the body."""
     try:
         # Starlette decodes headers as Latin-1, but clients send UTF-8.
         user_id = headers.get("X-User-Id", "").encode("latin-1").decode().strip()
@@ -1184,7 +1184,7 @@ async def on_error(request: Request, error: Any) -> Response:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Return the application. Its lifespan opens the memory and the endpoints."""
+    """Return the application, whose lifespan opens the service."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""Memory of a chat: facts about users (Mem0) and transcripts of sessions (TinyDB).
+"""Remember a chat's users, as facts (Mem0) and transcripts (TinyDB).
 
 Each user is one folder of plain files. `memory.json` holds the facts, and
 `<session_id>.json` the turns of a session. When `Turn.save` returns, the turn is on
@@ -90,7 +90,7 @@ class Settings:
 
 
 class Limits(NamedTuple):
-    """What is known so far of the model that learns and the one that embeds."""
+    """What is known so far of the two models that memory uses."""
 
     context_tokens: int = 8192  # of the model behind `complete`
     embedding_model: str = ""  # if it changes, all vectors are made again
@@ -136,7 +136,7 @@ class NotFound(Exception):
 
 
 class RequestRefused(Exception):
-    """The model refuses this request, or its answer is of no use. Ask for less."""
+    """The request is refused, or its answer useless, so ask for less."""
 
 
 def now() -> str:
@@ -149,7 +149,7 @@ def local_time(timestamp: str) -> datetime:
 
 
 def as_message(role: str, content: str | Json) -> Message:
-    """Return a message. What is not a text is written as JSON."""
+    """Return a message, whose content is written as JSON if needed."""
     if not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
     return {"role": role, "content": content}
@@ -173,11 +173,11 @@ def prompt_tokens(messages: list[Message]) -> int:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Return a text, or its two ends if it has more than `max_bytes` (7 or more)."""
+    """Return a text, or its two ends if it is longer."""
     content = text.encode("utf-8", "replace")  # no file holds lone surrogates
     if len(content) <= max_bytes:
         return content.decode()
-    half = max(1, (max_bytes - 5) // 2)
+    half = max(1, (max_bytes - 5) // 2)  # the mark between the two has 5 bytes
     return (content[:half] + " … ".encode() + content[-half:]).decode(errors="ignore")
 
 
@@ -227,7 +227,7 @@ class Memory:
         self.folder_lock: int | None = None  # descriptor of .lock, while it is open
 
     async def open(self) -> Self:
-        """Take the folder, and go on learning what a stop or a crash left.
+        """Take the folder, and learn what a stop or crash left.
 
         Raises:
             RuntimeError: Another process owns the folder.
@@ -253,7 +253,7 @@ class Memory:
         return self
 
     async def close(self, *_: object) -> None:
-        """Stop learning, and end all writes. What is not learned waits on disk."""
+        """Stop learning, and end all writes."""
         folder_lock, self.folder_lock = self.folder_lock, None  # no work begins now
         tasks = self.learner.tasks
         for task in tasks.values():
@@ -269,7 +269,7 @@ class Memory:
     __aenter__, __aexit__ = open, close
 
     async def idle(self) -> None:
-        """Wait until all is learned, summarized and embedded. It needs a model."""
+        """Wait until all is learned, summarized and embedded, by the model."""
         while tasks := self.learner.tasks.values():
             await asyncio.wait(tasks)
 
@@ -293,7 +293,7 @@ class Memory:
                 return
 
     def user(self, user_id: str) -> "User":
-        """Return a user, who need not exist. Raises ValueError as `normal_name`."""
+        """Return a user, who need not exist, by a valid name."""
         return self.user_in_folder(folder_name(normal_name(user_id)))
 
     def user_in_folder(self, folder: str) -> "User":
@@ -307,7 +307,7 @@ class Memory:
         return user
 
     async def facts(self, user_id: str, query: str = "", k: int = 20) -> list[Fact]:
-        """Return all facts with their scores, or the k best that fit a query."""
+        """Return all facts, or the k best that fit a query."""
         user = self.user(user_id)
         try:
             await user.load()
@@ -319,7 +319,7 @@ class Memory:
 
     @property
     def pending(self) -> int:
-        """Turns that wait to be learned, at least one for each user whose task runs."""
+        """Turns that wait to be learned, one or more per task."""
         users = map(self.users.get, self.learner.tasks)  # None: it is not loaded yet
         return sum(max(1, len(user.unlearned) if user else 0) for user in users)
 
@@ -360,7 +360,7 @@ class Hints:
 
 
 def hint_line(fact: Fact) -> str:
-    """Return a fact as a line; an episodic one with the date when it was last said."""
+    """Return a fact as a line, an episodic one with its date."""
     line = f"- {one_line(fact['text'])}"
     if fact["kind"] == "episodic":
         line += f" ({local_time(fact['last_seen_at']).date()})"
@@ -375,7 +375,7 @@ def fit_budget(rows: list[T], budget: int, to_text: Callable[[T], str]) -> list[
 
 @dataclass
 class Turn:
-    """One turn of a session: what came before, its hints, its tools, and its end."""
+    """One turn of a session, from its hints to its end."""
 
     memory: Memory
     user: "User"
@@ -422,7 +422,7 @@ class Turn:
         return Hints(facts, just_said, degraded)
 
     def just_said(self, budget: int, shown: Iterable[str] = ()) -> list[str]:
-        """Return what the user said that is neither learned nor shown, newest first.
+        """Return what was said but not learned or shown, newest first.
 
         Args:
             budget: Tokens of all lines together. Each is cut, so that the newest fits.
@@ -592,7 +592,7 @@ class Learner:
             del self.tasks[folder]
 
     async def try_next(self, folder: str, failures: Counter[str], last: float) -> float:
-        """Learn once. Return the pause before the next time, or 0 if nothing waits."""
+        """Learn once, and return the pause before the next time."""
         more = False
         try:
             more = await self.learn_next(folder, failures)
@@ -608,7 +608,7 @@ class Learner:
         return self.settings.learn_delay if more else 0
 
     async def learn_next(self, folder: str, failures: Counter[str]) -> bool:
-        """Learn the turns that have waited longest. Tell whether more is to do.
+        """Learn the turns that wait longest, and tell whether more wait.
 
         If a turn fails three times, it counts as learned.
         """
@@ -641,7 +641,7 @@ class Learner:
     def next_batch(
         self, unlearned: list[TurnRow], failures: Counter[str]
     ) -> list[TurnRow]:
-        """Return the first turns that fit one call. A turn that failed goes alone."""
+        """Return the first turns that fit one call."""
         batch = unlearned[: 1 if failures[unlearned[0]["id"]] else BATCH_TURNS]
         budget = int(self.memory.limits().context_tokens * TURNS_SHARE)
         fit = fit_budget(batch, budget, lambda t: t["query"] + t["response"][:1000])
@@ -650,7 +650,7 @@ class Learner:
     async def ask_operations(
         self, user: "User", batch: list[TurnRow], failures: int
     ) -> list["Operation"]:
-        """Ask the model what the turns change. Return what passes the checks."""
+        """Return the changes that the model finds and the checks pass."""
         # Each failure halves the request.
         budget = int(self.memory.limits().context_tokens * REQUEST_SHARE) >> failures
         prompt = learning_prompt(int(budget * EXAMPLES_SHARE))
@@ -679,7 +679,7 @@ class Learner:
     async def facts_to_show(
         self, user: "User", batch: list[TurnRow], budget: int
     ) -> list[Fact]:
-        """Return the facts that the turns may change, of at most `budget` tokens."""
+        """Return facts that the turns may change, in `budget` tokens."""
         facts = [*user.record.facts.values()]
         if len(facts) <= SHOWN_FACTS and fit_budget(facts, budget, hint_line) == facts:
             return facts
@@ -708,7 +708,7 @@ class Learner:
     async def confirm_change(
         self, operation: "Operation", fact: Fact
     ) -> list["Operation"]:
-        """Return what to do in place of an update or a delete of a fact."""
+        """Return what to do in place of a change of a fact."""
         op, text = operation.op, operation.text
         query, before = operation.turn["query"], operation.turn["before"]
         if is_clear(op, fact["text"], text, query, before):
@@ -748,7 +748,7 @@ class Learner:
         return None if answer is None else one_line(answer)
 
     async def summarize(self, user: "User", session_id: str) -> bool:
-        """Fold old turns of a long session into its summary. Tell whether it did."""
+        """Fold old turns into the summary, and tell whether it did."""
         keep = self.settings.history_turns
         transcript = await user.read_session(session_id)
         # At most 2 * keep in one call, because only a few words each of more would fit.
@@ -875,7 +875,7 @@ def json_schema(name: str, properties: Json) -> Json:
 
 
 def operations_schema(fact_count: int) -> Json:
-    """Return the schema of an answer that may name the facts 0 to `fact_count` - 1."""
+    """Return the schema of an answer about so many known facts."""
     # Guided decoding keeps this order. The model first quotes the user, then says
     # whether it is worth keeping, then what changes. If the text came earlier, a weak
     # model would copy the known fact.
@@ -923,7 +923,7 @@ def learning_request(facts: list[Fact], batch: list[TurnRow], budget: int) -> Me
 
 @functools.lru_cache(maxsize=16)
 def learning_prompt(budget: int) -> list[Message]:
-    """Return the rules, and every example that still fits a budget of tokens."""
+    """Return the rules, and the examples that fit a budget of tokens."""
     messages = [as_message("system", LEARN_PROMPT)]
     for example in itertools.starmap(exchange, LEARN_EXAMPLES):
         if prompt_tokens(messages + example) <= budget:
@@ -932,7 +932,7 @@ def learning_prompt(budget: int) -> list[Message]:
 
 
 def parse_answer(text: str, key: str, expected_type: Any) -> Any:
-    """Return a field of the JSON in a model's answer, or raise RequestRefused.
+    """Return a field of the JSON in a model's answer.
 
     A model may think first, and write text around the JSON. Weak models write one
     operation in place of the list, or operations in place of the whole answer.
@@ -989,7 +989,7 @@ class Operation(NamedTuple):
 def check_operation(
     proposal: Any, shown: list[Fact], batch: list[TurnRow]
 ) -> Operation | None:
-    """Check what the model proposes. Return None if it changes nothing.
+    """Return the operation that a proposal means, or None for no change.
 
     The model knows the facts by their number in `shown`. The batch is oldest first.
 
@@ -1030,7 +1030,7 @@ def check_operation(
 
 
 def is_said(evidence: str, query: str) -> bool:
-    """Tell whether a query has 3/4 of a quote's trigrams, or all of a short quote."""
+    """Tell whether a query has three quarters of a quote's trigrams."""
     quote, said = alphanumerics(evidence), alphanumerics(cut_middle(query, MAX_READ))
     if len(quote) < 4:
         return bool(quote) and quote in said
@@ -1039,7 +1039,7 @@ def is_said(evidence: str, query: str) -> bool:
 
 
 def is_clear(op: str, fact_text: str, text: str, query: str, before: str) -> bool:
-    """Tell whether a change surely means this fact, so that the model is not asked.
+    """Tell whether a change surely means this fact.
 
     A delete is clear if the message names every word of the fact. An update is clear if
     its text shares a word with what was said, and the fact shares one with either.
@@ -1052,14 +1052,14 @@ def is_clear(op: str, fact_text: str, text: str, query: str, before: str) -> boo
 
 
 def is_fact_without_words(text: str, fact_text: str) -> bool:
-    """Tell whether a text is a fact without some of its words, which begins alike."""
+    """Tell whether a text is a fact without some of its words."""
     some, all_words = content_words(text), content_words(fact_text)
     begins_alike = split_words(text)[:1] == split_words(fact_text)[:1]
     return bool(some) and some < all_words and begins_alike and not forbidden(text)
 
 
 def forbidden(text: str) -> str:
-    """Return the rule that keeps a text from becoming a fact, or an empty one."""
+    """Return the rule that forbids a text as a fact, if any."""
     if not alphanumerics(text) or len(text) > MAX_FACT_CHARS:
         return "length"
     if redact(text) != text:
@@ -1074,7 +1074,7 @@ MAX_HISTORY = 5000  # newest rows of history kept per user
 
 @functools.cache
 def open_mem0() -> Any:
-    """Import Mem0, which takes a second, and make one without a store of its own."""
+    """Import Mem0, which takes a second, and make one without stores."""
     os.environ["MEM0_TELEMETRY"] = "False"  # read when Mem0 is imported
     import mem0.configs.base
     from mem0.utils import spacy_models
@@ -1106,7 +1106,7 @@ class FactStore:
         vars(self.mem0).update(vector_store=self, embedding_model=self, db=self)
 
     def apply(self, operation: Operation) -> None:
-        """Let Mem0 add, update or delete. If a fact is said again, only count it."""
+        """Let Mem0 change the facts, or count a fact said again."""
         id = operation.fact["id"] if operation.fact else ""
         if operation.op == "delete":
             self.mem0.delete(id)
@@ -1166,7 +1166,7 @@ class FactStore:
 
 
 def scored(facts: dict[str, Fact]) -> list[Fact]:
-    """Return facts with their score now, best first, and of equal ones the newest.
+    """Return facts with their score now, best and newest first.
 
     The score weighs a fact's importance, how fresh it is, and how often it was said.
     """
@@ -1181,13 +1181,13 @@ def scored(facts: dict[str, Fact]) -> list[Fact]:
 
 
 def current_facts(record: "Record") -> list[Fact]:
-    """Return the facts that have not faded, best first. Faded ones stay on disk."""
+    """Return the facts that have not faded, best first."""
     rows = scored(record.facts)
     return [row for row in rows if row["kind"] != "episodic" or row["score"] >= 0.25]
 
 
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
-    """Return the fact with the same letters and digits, case and accents aside."""
+    """Return the fact with the same letters and digits, if any."""
     same = alphanumerics(text)
     twins = (fact for fact in facts.values() if alphanumerics(fact["text"]) == same)
     return next(twins, None)
@@ -1209,7 +1209,7 @@ MIN_SHARE = 0.3  # of `chance`: a text that has less is not relevant
 
 
 class Search:
-    """Finds facts and past messages: words find, meaning sorts.
+    """Finds facts and past messages by words, and sorts by meaning.
 
         evidence = meaning + ALL_WORDS * share of the query's words
 
@@ -1271,7 +1271,7 @@ class Search:
         return [best[n] for n in best_first(evidence)]
 
     async def embed_facts(self, user: "User") -> bool:
-        """Make vectors that facts lack. Tell whether more are to be made.
+        """Make vectors that facts lack, and tell whether more are needed.
 
         If all facts fit the hints and no search has run, none are needed.
         """
@@ -1290,7 +1290,7 @@ class Search:
         return user.needs_vectors
 
     def vector_ids(self, facts: Iterable[Fact]) -> list[int]:
-        """Return the ids of the facts' vectors. Another model makes other ids."""
+        """Return the ids of the facts' vectors by the current model."""
         prefix = self.settings.embedding_document_prefix
         model = f"{self.memory.limits().embedding_model}\0{prefix}"
         return [vector_id(model, fact["text"]) for fact in facts]
@@ -1298,7 +1298,7 @@ class Search:
     async def vectors(
         self, documents: list[str], timeout: float | None
     ) -> list[Vector]:
-        """Return a vector per document, or an empty list if there are none."""
+        """Return a vector per document, or nothing if that fails."""
         if not self.embed or not documents:
             return []
         work = embed_texts(self.embed, documents)
@@ -1307,7 +1307,7 @@ class Search:
     async def attempt(
         self, part: str, work: Coroutine[Any, Any, T], timeout: float | None
     ) -> T | None:
-        """Return a result, or None if that fails. Note since when it is degraded."""
+        """Return a result, or None, and note since when it fails."""
         try:
             async with asyncio.timeout(timeout):
                 result = await work
@@ -1320,7 +1320,7 @@ class Search:
 
 
 async def embed_texts(embed: Embed, documents: list[str]) -> list[Vector]:
-    """Return a vector per document. All requests are sent at the same time."""
+    """Return a vector per document, from requests at the same time."""
     texts = [cut_middle(text, EMBEDDED_BYTES) for text in documents]
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -1346,7 +1346,7 @@ async def rerank_best(
 
 
 def word_shares(query: str, texts: list[str], neighbour: float = 0) -> np.ndarray:
-    """Return which share of the query's words each text has; rare words weigh more.
+    """Return which share of the query's words each text has.
 
     Args:
         neighbour: What a word counts that only the text before or after has.
@@ -1392,7 +1392,7 @@ def rank(
     vectors: list[Vector | None],
     loose: bool = False,
 ) -> list[tuple[int, float]]:
-    """Return the places of the relevant texts, or of all, and scores from 0 to 1.
+    """Return the places of relevant texts, with scores from 0 to 1.
 
     The best of n texts reaches sqrt(2 ln n) deviations by chance. Below FEW texts, each
     that has a vector or a word of the query is relevant.
@@ -1413,14 +1413,14 @@ def best_first(scores: np.ndarray) -> list[int]:
 
 
 def vector_id(model: str, text: str) -> int:
-    """Return a vector's id: a hash of its model and its text."""
+    """Return a vector's id, a hash of its model and text."""
     content = f"{model}\0{text}".encode("utf-8", "replace")
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # FAISS's ids have 63 bits
 
 
 def unit_vector(values: Any) -> Vector:
-    """Return the direction of a vector. Raises ValueError if it holds no numbers."""
+    """Return a vector of length 1, or raise ValueError."""
     if isinstance(values, str):
         values = np.frombuffer(base64.b64decode(values), "<f4")
     vector = np.asarray(values, "float32").ravel()
@@ -1464,7 +1464,7 @@ def share_word(a: str, b: str) -> bool:
 
 @functools.lru_cache(maxsize=4000)  # all facts are compared with each message
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text as they are compared, in any language.
+    """Return the words of a text as they are compared.
 
     Of a word the first four letters count, after a final s is cut. A word with a digit
     counts whole.
@@ -1482,12 +1482,12 @@ def content_words(text: str) -> set[str]:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the runs of letters and digits of a text; of Chinese each letter."""
+    """Return the runs of letters and digits, of Chinese each letter."""
     return WORD.findall(folded(USER_PATTERN.sub(" ", text)))
 
 
 def alphanumerics(text: str) -> str:
-    """Return only the letters and digits of a text, without accents, in one case.
+    """Return the letters and digits of a text, in one case.
 
     Also the signs that tell C++ from C#, and 1.5 from 15.
     """
@@ -1547,7 +1547,7 @@ def redact(text: str) -> str:
 
 
 def cut_redacted(text: str, max_bytes: int) -> str:
-    """Return a text without secrets, cut to its two ends if it is too long."""
+    """Return a text without secrets, or its two ends."""
     # Redacted before this cut, because a cut may leave half of a secret.
     return cut_middle(redact(cut_middle(text, MAX_READ)), max_bytes)
 
@@ -1572,7 +1572,7 @@ class HistoryRow(TypedDict):
 
 @dataclass(frozen=True)
 class Record:
-    """What memory.json holds. It is replaced as a whole, never changed."""
+    """What memory.json holds, which is replaced whole and never changed."""
 
     name: str
     facts: dict[str, Fact]  # by id
@@ -1611,7 +1611,7 @@ class Transcript(NamedTuple):
 def on_disk(
     method: Callable[Concatenate["User", P], T],
 ) -> Callable[Concatenate["User", P], Coroutine[Any, Any, T]]:
-    """Run a method of User in a thread: one at a time, and to its end if cancelled.
+    """Run a method of User in a thread, one at a time.
 
     Before the first one, the user's files are read. Raises RuntimeError if the memory
     is closed, because `Memory.close` awaits these.
@@ -1649,7 +1649,7 @@ def on_disk(
 
 
 class User:
-    """One user: the facts and what waits to be learned, in memory and in files.
+    """One user, with facts and turns that wait, in memory and files.
 
     The order of writes makes a crash harmless. A marker is made before its turn is
     written. Facts are written together with what is learned. Memory changes last, and
@@ -1688,7 +1688,7 @@ class User:
 
     @on_disk
     def append(self, session_id: str, row: Json, last: TurnRow | None) -> None:
-        """Save a turn at the end of its session, behind its last turn so far."""
+        """Save a turn at the end of its session."""
         # A row that could not be read again, such as one too deep, is a ValueError.
         TABLES.validate_json(ANY.dump_json({"turns": {"1": row}}))
         if last:  # whatever the clock does, a session's turns stay in order
@@ -1754,7 +1754,7 @@ class User:
 
     @on_disk
     def delete_facts(self) -> None:
-        """Delete all facts. Every turn saved so far counts as learned."""
+        """Delete all facts, and count all turns so far as learned."""
         ids = session_ids(self.folder)
         learned = {id: len(read_transcript(self.folder, id).turns) for id in ids}
         self._replace_facts(Record(self.record.name, {}, learned, []))
@@ -1799,7 +1799,7 @@ class User:
 
     @on_disk
     def delete_user(self) -> None:
-        """Delete everything. Others see one step, even if this process is killed."""
+        """Delete everything, in one step for whoever looks on."""
         gone = self.folder.with_name(f".deleted-{uuid.uuid4().hex}")
         os.rename(self.folder, gone)
         self.state, self.unlearned = "deleted", []  # from now on it raises NotFound
@@ -1808,7 +1808,7 @@ class User:
 
     @on_disk
     def add_vectors(self, vectors: Vectors) -> None:
-        """Save vectors of facts. Drop those whose facts are gone."""
+        """Save vectors of facts, without those whose facts are gone."""
         ids = {*self.memory.search.vector_ids(self.record.facts.values())}
         # A server may change the model behind a name, and so the vectors' size.
         size = len(next(iter(vectors.values())))
@@ -1864,7 +1864,7 @@ class User:
         self.record = record
 
     def _replace_facts(self, record: Record) -> None:
-        """Write a record after a deletion, and leave no copy of what it deletes."""
+        """Write a record, and leave no copy of what it deletes."""
         # A kill may stop this, and then the client repeats it. A fact without a row is
         # a 404, so its row goes last. Vectors are made again.
         for pattern in ("*memory.json.*", "*memory.faiss*"):
@@ -1873,7 +1873,7 @@ class User:
         self._write(record)
 
     def _forget_turns(self, turns: list[TurnRow]) -> None:
-        """Let turns wait no more. Remove the markers of sessions where none waits."""
+        """Let turns wait no more, and remove markers that nothing needs."""
         rest = [turn for turn in self.unlearned if turn not in turns]
         for id in {*map(session_of, turns)} - {*map(session_of, rest)}:
             (self.folder / f"{id}.unlearned").unlink(missing_ok=True)
@@ -1881,7 +1881,7 @@ class User:
 
 
 def unlearned_turn(session_id: str, row: Any, last: TurnRow | None) -> TurnRow:
-    """Return a turn with its id, and with what was said in the turn before it."""
+    """Return a turn with its id and what was said before."""
     before = ""
     if last:
         query, response = before_text(last["query"]), before_text(last["response"])
@@ -1890,7 +1890,7 @@ def unlearned_turn(session_id: str, row: Any, last: TurnRow | None) -> TurnRow:
 
 
 def before_text(text: str) -> str:
-    """Return the two ends of a text without secrets, as a line of 300 characters."""
+    """Return 300 characters of a text, as a line without secrets."""
     text = one_line(cut_redacted(text, MAX_READ))
     return text if len(text) <= 300 else f"{text[:149]}…{text[-150:]}"
 
@@ -1900,7 +1900,7 @@ def session_of(turn: Any) -> str:
 
 
 def normal_name(name: str) -> str:
-    """Return a user's name in its one normal form. Raises ValueError if it is not valid."""
+    """Return a user's name in its one normal form."""
     name = unicodedata.normalize("NFC", name.strip())
     # Not str.isprintable(), because it refuses joined emoji.
     if not re.fullmatch(r"(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", name):
@@ -1910,7 +1910,7 @@ def normal_name(name: str) -> str:
 
 
 def folder_name(name: str) -> str:
-    """Return a user's folder: the name itself if any disk takes it, else slug~hash."""
+    """Return a user's folder, the name itself or slug~hash."""
     if re.fullmatch(r"[a-z0-9_-]{1,64}", name):
         return name
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
@@ -1922,7 +1922,7 @@ def folder_name(name: str) -> str:
 
 
 class AtomicStorage(Storage):
-    """A TinyDB storage that replaces its file whole, as TinyDB's own does not."""
+    """A TinyDB storage that, unlike TinyDB's own, replaces files whole."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -1946,7 +1946,7 @@ def read_transcript(folder: Path, session_id: str) -> Transcript:
 
 
 def read_conversations(folder: Path) -> list[Json]:
-    """Return all turns with their ids, and an empty row before each session.
+    """Return all turns, with an empty row before each session.
 
     It needs no lock, because it moves no file.
     """
@@ -1973,7 +1973,7 @@ def parse_tables(content: bytes) -> Tables:
 
 
 def parse_vectors(content: bytes) -> Vectors:
-    """Return the vectors of a file: as FAISS writes them, followed by their SHA-256."""
+    """Return the vectors of a file by FAISS, followed by a SHA-256."""
     # A damaged file may state a wrong size, and then FAISS kills the process.
     if hashlib.sha256(content[:-32]).digest() != content[-32:]:
         raise ValueError("not as it was written")
@@ -1983,7 +1983,7 @@ def parse_vectors(content: bytes) -> Vectors:
 
 
 def load_file(path: Path, parse: Callable[[bytes], T]) -> T | None:
-    """Return what a file holds, or None if it does not exist or was damaged."""
+    """Return what a file holds, or None without a valid file."""
     try:
         return parse(path.read_bytes())
     except FileNotFoundError:
@@ -1996,7 +1996,7 @@ def load_file(path: Path, parse: Callable[[bytes], T]) -> T | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file whole. After a crash it has the old content, or the new."""
+    """Replace a file whole, so that no crash leaves half of it."""
     # There is one temporary name per file, so crashes leave one stray file at most.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -2012,7 +2012,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or deleted in a folder survive a crash."""
+    """Make new, renamed and deleted names in a folder survive crashes."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

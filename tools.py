@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT-0
-"""Tools for a model. To add one, write a documented function under `@tool`.
+"""Tools for a model, each a documented function under `@tool`.
 
     offered = [schema(function) for function in TOOLS.values()]  # `tools` of a request
     ok, text = await call_tool(TOOLS, name, arguments, timeout=30)
@@ -93,7 +93,7 @@ def call_in_thread(function: Callable, arguments: Any) -> Any:
 
 
 def bounded(text: str) -> str:
-    """Return at most 8,000 bytes of a text, without lone surrogates, as JSON needs."""
+    """Return at most 8,000 bytes of a text, without lone surrogates."""
     content, mark = text.encode(errors="replace"), b"\n[cut at 8,000 bytes]"
     if len(content) > 8_000:
         content = content[: 8_000 - len(mark)] + mark
