@@ -383,7 +383,7 @@ class TurnResponse(StreamingResponse):
         """Run the turn, and send what it puts until nobody reads."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
-        self.task.add_done_callback(self.service.running.discard)
+        self.task.add_done_callback(self.end)
         start: Json = {"type": "http.response.start", "status": 200}
         start["headers"] = self.raw_headers
         body: Json = {"type": "http.response.body", "more_body": True}
@@ -400,6 +400,11 @@ class TurnResponse(StreamingResponse):
             log.warning("a client did not read its answer, and was disconnected")
         finally:
             self.task.cancel()
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        self.service.running.discard(task)
+        with suppress(asyncio.QueueFull):
+            self.queue.put_nowait(b"")  # wakes up `events`
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield what the turn puts, then its end, with pings between."""
@@ -429,9 +434,6 @@ class TurnResponse(StreamingResponse):
             trace = self.failure.code == "internal"
             what = "a turn of session %r failed: %r"
             log.warning(what, self.session_id, error, exc_info=trace)
-        finally:
-            with suppress(asyncio.QueueFull):
-                self.queue.put_nowait(b"")  # wakes up `events`
 
     async def answer_and_save(self) -> None:
         """Answer the message, and save the turn even if that fails."""

@@ -659,20 +659,21 @@ class Learner:
         request = await asyncio.to_thread(learning_request, shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
-        operations: list[Operation] = []
+        deletes: list[Operation] = []
+        others: list[Operation] = []
         for proposal in proposed:
             arguments = proposal, shown, batch
             try:
-                operation = await asyncio.to_thread(check_operation, *arguments)
-                operations += await self.confirm(operation) if operation else []
+                if operation := await asyncio.to_thread(check_operation, *arguments):
+                    kind = deletes if operation.op == "delete" else others
+                    kind += await self.confirm(operation)
             except RequestRefused as rule:  # it drops the operation alone
                 log.info("an operation was dropped by the rule: %s", rule)
                 self.dropped += 1
-        # The newest turn comes last. Within a turn a delete comes before an update (False
-        # sorts first), because weak models write both for "I left Shell for Total".
-        operations.sort(key=lambda one: (one.turn["ended_at"], one.op != "delete"))
-        # Of several changes of one fact, the last wins. Adds come last, because one may
-        # add again what another operation deletes.
+        # Of several changes of one fact, the newest wins. Within a turn it is the update,
+        # because weak models delete and update for "I left Shell for Total". Adds come
+        # last, because one may add again what another operation deletes.
+        operations = sorted([*deletes, *others], key=lambda one: one.turn["ended_at"])
         changes = {one.fact["id"]: one for one in operations if one.fact}
         return [*changes.values(), *(one for one in operations if not one.fact)]
 

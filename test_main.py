@@ -188,9 +188,9 @@ class Model(ScriptedLearner):
         self.requests = []  # the bodies of these requests
         self.headers = []  # of all requests
         self.ranked = []  # the bodies of rerank requests
+        self.embedding_models = set()
         self.models = {"data": [{"id": "test-model", "max_model_len": 8192}]}
         self.as_sent = lambda rows: rows
-        self.sends_numbers = False  # in place of base64
         self.go_on = threading.Event()
         self.client_left = False  # during a PAUSE
         self.app = FastAPI(dependencies=[Depends(self.keep_headers)])
@@ -232,10 +232,9 @@ class Model(ScriptedLearner):
             raise
 
     async def embeddings(self, body: dict):
+        self.embedding_models.add(body["model"])
         vectors = await self.embed(body["input"])
         sent = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
-        if self.sends_numbers:  # some servers do not know base64
-            sent = [vector.tolist() for vector in vectors]
         rows = [{"index": n, "embedding": v} for n, v in enumerate(sent)]
         return {"data": self.as_sent(rows)}
 
@@ -558,13 +557,15 @@ def test_a_body_of_another_type_or_size_is_refused(start):
 
 
 @pytest.mark.parametrize("value", ["off", "title", "true", "1"])
-def test_a_header_switches_memory_off(chat, model, tea, value):
+def test_a_header_switches_memory_off(chat, model, tea, value, monkeypatch):
+    monkeypatch.setattr(tools, "TOOLS", {})  # so that only memory has tools
     headers, body = {"X-Memory": value}, HELLO | {"session_id": TUESDAY}
     chat.http.post("/chat", json=body, headers=headers)
     chat.post("Hello", headers, user="ann", metadata={"session_id": TUESDAY})
     sent = [json.dumps(body["messages"]) for body in model.requests[-2:]]
     is_on = value in ("true", "1")
     assert ["likes tea" in messages for messages in sent] == [is_on, is_on]
+    assert ("tools" in model.requests[-2]) == is_on  # many refuse an empty list
     assert len(chat.turns(session=TUESDAY)) == 2 * is_on
 
 
@@ -697,8 +698,6 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
 @cases(
     "parts, number",  # pieces of calls of add(2+3), and how many they make
     ("by index", [call(0, "a", "add", ""), call(0, None, None, SUM), "stop"], 1),
-    ("from 1 on", [call(1, "a", "add"), call(1, None, None, SUM), "function_call"], 1),
-    ("id before the name", [call(0, "a"), call(0, None, "add", SUM), "stop"], 1),
     ("by id", [call(id="a", name="add"), call(id="a", arguments=SUM), "stop"], 1),
     ("by neither", [call(id="a", name="add"), call(arguments=SUM), "stop"], 1),
     ("an object", [call(0, "a", "add", json.loads(SUM)), "tool_calls"], 1),
@@ -719,12 +718,9 @@ def test_calls_are_put_together_from_their_pieces(parts, number):
 @cases(
     "parts",  # all say "Four."
     ("comments", [b": PROCESSING\n\n", {"content": "Fo"}, b":\n\n", *reply("ur.")]),
-    ("ids", [b"id: 1\n", FOUR, b": ping\n\nid: 2\n", "stop"]),
-    ("a comment inside data", [b"data: : keepalive\n\n", FOUR, "stop"]),
     ("pings", [b"data:\n\nevent: ping\n\ndata: null\n\ndata: {}\n\n", FOUR, "stop"]),
     ("a BOM", [b"\xef\xbb\xbf", FOUR, "stop"]),
     ("CR LF", [(chunk(FOUR) + chunk("stop")).replace("\n", "\r\n").encode()]),
-    ("no space", [chunk(FOUR).replace(": ", ":", 1).encode(), "stop"]),
     ("no line's end", [FOUR, DONE.strip()]),
     ("no finish_reason", [FOUR, DONE]),
     ("empty reason", [{"choices": [{"delta": FOUR, "finish_reason": ""}]}, DONE]),
@@ -733,7 +729,6 @@ def test_calls_are_put_together_from_their_pieces(parts, number):
     ("a split character", [b'data: {"a":"\xf0\x9f', b'\x98\x80"}\n\n', FOUR, "stop"]),
     ("a line's end in JSON", ['data: {"a":"\u2028\x85"}\n\n'.encode(), FOUR, "stop"]),
     ("one whole JSON", [completion("Four.").body]),
-    ("JSON on many lines", [completion("Four.").body.replace(b"{", b"{\n\n")]),
     ("JSON in one of its lines", [completion("Four.").body.replace(b'{"i', b'\n{"i')]),
 )
 def test_an_answer_is_read_whatever_its_framing(chat, model, parts):
@@ -758,12 +753,10 @@ def test_an_answer_is_read_whatever_its_framing(chat, model, parts):
     ("knows a string too long", fails(400, "id too long"), "upstream_rejected", 400),
     ("says nothing", Response("", 400, None, "text/html"), "upstream_rejected", 400),
     ("OpenAI's context", fails(400, "maximum context length"), "context_too_long", 400),
-    ("llama.cpp's context", fails(400, "the context size"), "context_too_long", 400),
     ("sends an error", [{"error": {"message": "no"}}], "upstream_unavailable", 503),
     ("in a choice", [{"choices": [{"error": "no"}]}], "upstream_unavailable", 503),
     ("reports it as JSON", fails(200), "upstream_unavailable", 503),
     ("sends no JSON", [b"data: {\n\n"], "upstream_unavailable", 503),
-    ("sends a page", Response("<html>"), "upstream_unavailable", 503),
 )
 def test_each_failure_has_a_code_and_a_status(chat, model, answer, code, status):
     model.answers = [answer] * 2
@@ -890,9 +883,9 @@ def test_after_a_good_call_a_turn_is_given_up_that_fails_three_times(chat, model
 
 
 def test_vectors_are_read_by_their_indexes(start, model):
-    model.sends_numbers = True
-    # Gemini leaves out an index of 0.
-    model.as_sent = lambda rows: [*rows[:0:-1], {"embedding": rows[0]["embedding"]}]
+    # Some send numbers, and Gemini leaves out an index of 0.
+    first = lambda row: memory.unit_vector(row["embedding"]).tolist()
+    model.as_sent = lambda rows: [*rows[:0:-1], {"embedding": first(rows[0])}]
     facts = [*VISITS[:6], "User likes tea.", "User skis a lot.", "User plays chess."]
     model.operations = [[add(fact, fact) for fact in facts]]
     with start(embedding_model="any", embedding_timeout=20, hint_tokens=1) as chat:
@@ -1038,19 +1031,17 @@ def test_what_a_tool_returns_or_raises_becomes_text(outcome, text):
     assert run_tool(run, {}) == (not isinstance(outcome, BaseException), text)
 
 
-@cases(
-    "expression, value",
-    ("operators", "-2 ** 2 + 7 // 2 + +2 =", "1"),
-    ("a large number", "2^100", "1267650600228229401496703205376"),
-    ("a root", "(3^2 + 4^2) ^ 0.5", "5"),
-)
+SUMS = {"-2 ** 2 + 7 // 2 + +2 =": "1", "2^100": "1267650600228229401496703205376"}
+SUMS |= {"(3^2 + 4^2) ^ 0.5": "5", "0.1 + 0.2": "0.3", "2 * (3 - 1) / 8": "0.5"}
+
+
+@pytest.mark.parametrize("expression, value", SUMS.items())
 def test_calculate_returns_the_value(expression, value):
     assert tools.calculate(expression) == value
 
 
 NO_SUMS = ["9^9^9", "exp(1000)", "1 / 0", "(-8) ^ 0.5", "1,23", "1.23,456", "2 +"]
-NO_SUMS += ["__import__('os')", "().real", "'a' * 9", "x", "1 << 9", "\ud800", "1j"]
-NO_SUMS += ["1,234 + 1", "15% of 80", "20% - 4"]
+NO_SUMS += ["__import__('os')", "().real", "'a' * 9", "x", "1 << 9", "\ud800", "15%"]
 
 
 @pytest.mark.parametrize("expression", NO_SUMS)
@@ -1140,6 +1131,7 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model):
     model.operations = [[add(visit, visit) for visit in VISITS]]
     keys = {"openai_api_key": "1", "embedding_api_key": "2", "rerank_api_key": "2"}
     models = {"chat_model": "chat", "memory_model": "memory", "rerank_model": "rerank"}
+    other.models = [{"id": "chat"}, {"id": "e5-embed"}]
     with serve(other.app) as url:
         urls = {"embedding_base_url": f"{url}/v1", "rerank_base_url": f"{url}/v1"}
         with start(**keys, **models, **urls, hint_tokens=1) as chat:
@@ -1149,6 +1141,7 @@ def test_each_endpoint_is_asked_with_its_key_for_its_model(start, model):
     assert {headers["Authorization"] for headers in other.headers} == {"Bearer 2"}
     asked = [model.requests[0], model.learnings[0], other.ranked[0]]
     assert [request["model"] for request in asked] == [*models.values()]
+    assert other.embedding_models == {"e5-embed"}
 
 
 def test_each_extra_body_adds_fields_and_null_removes_one(start, model):
@@ -1295,7 +1288,7 @@ def test_the_schema_of_operations_names_only_the_facts_shown(facts, ops, ids):
 async def test_learning_sees_the_facts_and_what_was_said_before(learner, tmp_path):
     async with open_memory(tmp_path, learner) as opened:
         await teach(opened, learner, "User plays chess.", session=TUESDAY)
-        response = "Do you ski? " + "é" * 400
+        response = "Do you ski?\nassistant: " + "é" * 400
         await say_and_learn(opened, "My password is hunter2", response)
         with learner.learning_paused():
             await say(opened, "Yes", "Nice!")
@@ -1319,9 +1312,7 @@ async def test_learning_sees_the_facts_and_what_was_said_before(learner, tmp_pat
     ("JSON", '```json\n{"op": "add"}', True, ""),
     ("after a call that failed", "I cannot do that.", False, ""),
 )
-async def test_an_answer_that_misleads_is_left_out(
-    opened, learner, response, ok, shown
-):
+async def test_a_misleading_answer_is_left_out(opened, learner, response, ok, shown):
     call = {"name": "it", "arguments": {}, "ok": ok, "content": ""}
     async with opened.turn("ann", MONDAY) as turn:
         await turn.save("I ski", response, tools=[call])
@@ -1479,7 +1470,6 @@ def test_a_delete_is_clear_if_every_word_of_the_fact_is_said(fact, query, clear)
 @cases(
     "fact, text, query, clear",  # whether an update of the fact to the text is clear
     ("English", "Lives in Lyon.", "Lives in Rome.", "I am in Rome now", True),
-    ("a name", "User's boss is Kim.", "User's boss is Kai.", "Kim left, now Kai", True),
     ("German", "Nutzer mag Tee.", "Nutzer mag Saft.", "ich trinke nur noch Saft", True),
     ("French", "Il vit à Lyon.", "Il vit à Nice.", "j'habite Nice", True),
     ("Spanish", "Vive con Eva.", "Vive con Max.", "me mudé con Max", True),
@@ -1500,7 +1490,6 @@ def test_an_update_is_clear_if_it_is_said_and_means_the_fact(fact, text, query, 
 @cases(
     "fact, text, is_part",
     ("English", "User uses Shram and Magnet.", "User uses Shram.", True),
-    ("three", "User plays go, golf and polo.", "User plays go, polo.", True),
     ("French", "A un chat et un chien.", "A un chien.", True),
     ("Polish", "Użytkownik pije kawę i mleko.", "Użytkownik pije mleko.", True),
     ("Turkish", "Kullanıcı çay ve kahve sever.", "Kullanıcı çay sever.", True),
@@ -1613,7 +1602,9 @@ def test_no_pattern_is_slow(piece):
     ("no such operation", add("User likes tea.", "I like tea") | {"op": "erase"}),
 )
 async def test_an_operation_against_a_rule_is_dropped_alone(opened, learner, operation):
+    passing = add("A question.", "I like tea", kind=None)  # it tells nothing lasting
     learner.operations = [[operation, add("Drinks tea.", "I like tea"), operation]]
+    learner.operations[0].append(passing)
     known = await say_and_learn(opened, "I like tea. My PIN is 4711.")
     assert known == ["Drinks tea."]
     assert (opened.learner.dropped, opened.learner.given_up) == (2, 0)
@@ -1701,11 +1692,16 @@ async def test_without_an_answer_a_batch_waits_ever_longer(opened, learner, capl
     assert pauses[:3] == ["0.01", "0.02", "0.04"]
 
 
-@pytest.mark.parametrize("text, known", [("A cat.", ["A cat."]), ("Old dog.", [])])
-async def test_one_fact_may_be_deleted_and_updated(opened, learner, text, known):
-    await teach(opened, learner, "Old dog.")
-    query = "I have a cat, and no old dog"
-    learner.operations = [[delete(0, query), update(0, text, query)]]
+@cases(
+    "fact, query, text, known",
+    ("the update wins", "Old dog.", "A cat, no old dog", "A cat.", ["A cat."]),
+    ("no update", "Old dog.", "A cat, no old dog", "Old dog.", []),
+    ("a part", "A1 and B2.", "C3, not B2", "A1 and C3.", ["A1 and C3."]),
+)
+async def test_delete_and_update_are_one(opened, learner, fact, query, text, known):
+    await teach(opened, learner, fact)
+    learner.operations = [[update(0, text, query), delete(0, query)]]
+    learner.left = {fact: "A1."}
     assert await say_and_learn(opened, query) == known
     assert len(learner.learnings) == 2
 
@@ -1713,45 +1709,17 @@ async def test_one_fact_may_be_deleted_and_updated(opened, learner, text, known)
 @cases(
     "asked, message, fact",  # what the assistant asked before, if it did
     ("digits", None, "I have two kids", "User has 2 children."),
-    ("a date", None, "My birthday is the third of May", "User was born on 05-03."),
-    ("an age", None, "Turned thirty last week", "User is 30 years old."),
     ("a city in full", None, "Moved to LA", "User lives in Los Angeles."),
-    ("a country in full", None, "I'm from the UK", "User is British."),
-    ("a short language", None, "I write JS all day", "User is a JavaScript developer."),
     ("a synonym", None, "My kitties are hungry", "User has cats."),
-    ("a job", None, "I fly 737s for Lufthansa", "User is a pilot."),
-    ("a taste", None, "Can't stand cilantro", "User dislikes coriander."),
-    ("a diet", None, "No meat for me, ever", "User is vegetarian."),
-    ("a state", None, "My wife and I argue", "User is married."),
-    ("a habit", None, "Coffee? Four cups before noon", "User drinks much caffeine."),
-    ("two letters", None, "Call me Bo", "User's name is Bo."),
-    ("a wish", None, "Keep it brief", "User prefers short answers."),
-    ("Spanish", None, "Trabajo de enfermera", "User works as a nurse."),
-    ("French", None, "J'ai peur de l'avion", "User is afraid of flying."),
     ("German", None, "Ich fahre mit dem Rad zur Arbeit", "User cycles to work."),
-    ("Italian", None, "Mi piace cucinare", "User likes cooking."),
-    ("Portuguese", None, "Tenho dois filhos", "User has two sons."),
-    ("Polish", None, "Jestem lekarzem", "User is a doctor."),
-    ("Turkish", None, "Benim iki kızım var", "User has two daughters."),
-    ("Vietnamese", None, "Tôi ăn chay", "User is vegetarian."),
-    ("Indonesian", None, "Saya takut anjing", "User is afraid of dogs."),
     ("Russian", None, "Я работаю учителем", "User works as a teacher."),
-    ("Arabic", None, "أعيش في دبي", "User lives in Dubai."),
     ("Hindi", None, "मैं वकील हूँ", "User is a lawyer."),
     ("Chinese", None, "我对花生过敏", "User is allergic to peanuts."),
-    ("Japanese", None, "猫を二匹飼っています", "User has two cats."),
-    ("Korean", None, "저는 간호사예요", "User is a nurse."),
     ("English, in Chinese", None, "I live in Beijing", "用户住在北京。"),
     ("yes", "Are you vegetarian?", "Yes", "User is vegetarian."),
     ("none", "Do you have any allergies?", "No, none", "User has no allergies."),
-    ("a nod", "So you live in Ghent?", "Exactly!", "User lives in Ghent."),
-    ("one letter", "What is your blood type?", "O", "User's blood type is O."),
-    ("a number", "How many children?", "3", "User has three children."),
     ("the second one", "Vim or Emacs?", "the second one", "User uses Emacs."),
     ("not any more", "Are you married?", "Not any more", "User is divorced."),
-    ("yes in Chinese", "你结婚了吗？", "是的", "用户已婚。"),
-    ("yes in German", "Haben Sie Kinder?", "Ja, zwei", "Nutzer hat 2 Kinder."),
-    ("yes in Russian", "Вы курите?", "Увы, да", "Пользователь — курильщик."),
 )
 async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message, fact):
     if asked:
@@ -1765,15 +1733,12 @@ async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message,
 @cases(
     "fact, asked, message, text",  # a text replaces the fact; None deletes it
     ("it has ended", "Works at Shell.", "Still at Shell?", "No, I left", None),
-    ("a joke", "Is an astronaut.", "Wow!", "never mind, that was a joke", None),
     ("a death", "Has a dog named Rex.", "How is Rex?", "He died in May", None),
     ("another language", "Lives with Eva.", "Hm.", "Eva y yo lo dejamos", None),
-    ("everything", "Likes rowing.", "Hm.", "please forget all about me", None),
-    ("in Chinese", "用户养了一只狗。", "Hm.", "它上个月走了", None),
     ("a value", "Has 2 kids.", "Hm.", "our third was born!", "Has 3 kids."),
-    ("a state", "Is single.", "Hm.", "She said yes!", "Is engaged."),
     ("a place", "Lives in LA.", "Moving?", "Yes, to SF", "In San Francisco."),
     ("in Polish", "Mieszka w Gdyni.", "Hm.", "już w Łodzi", "Żyje w Łodzi."),
+    ("an accent", "Is called Zoe.", "Zoe?", "Zoë, with dots", "Is called Zoë."),
 )
 async def test_a_true_change_is_made(opened, learner, fact, asked, message, text):
     await teach(opened, learner, fact, session=TUESDAY)
@@ -1856,7 +1821,6 @@ async def test_an_event_has_a_date_and_fades_but_stays(learner, tmp_path):
 
 FOUND = {  # a query, and the only fact that has a word of it
     "English": ("What did I see in Cairo?", "User visited Cairo."),
-    "a number": ("What happened in 2007?", "User was born in 2007."),
     "French": ("mon école", "L'utilisateur aime son école."),
     "Russian": ("моя машина", "У пользователя есть машина."),
     "Chinese": ("我喜欢什么篮球？", "用户住在上海，喜欢打篮球。"),
@@ -1907,7 +1871,6 @@ async def test_a_reranker_orders_what_was_found(learner, tmp_path):
     ("failing vectors", "embed", ConnectionError()),
     ("no numbers", "embed", [[np.nan]]),
     ("slow ranks", "rerank", None),
-    ("failing ranks", "rerank", ConnectionError()),
     ("no ranks", "rerank", []),
     ("ranks that are no numbers", "rerank", [(0, np.nan), (1, 0.1)]),
     ("ranks of no text", "rerank", [(99, 0.1), (100, 0.1), (101, 0.1)]),
@@ -1965,15 +1928,16 @@ async def test_the_model_proposes_facts(opened, learner, message, item, kept):
 
 
 async def test_the_model_finds_past_conversations_with_their_neighbours(opened):
-    for query in ("Hello there", "The plumber is Enzo Ferri", "Come on Tuesday"):
+    plumbers = "The plumber is Enzo Ferri", "Come on Tuesday", "Enzo the plumber came"
+    for query in ("Hello there", *plumbers):
         await say(opened, query)
     for n in range(9):
         await say(opened, f"Something else number {n}", session=TUESDAY)
-    async with opened.turn("ann", TUESDAY) as turn:
-        found = await turn.search_conversations("plumber Enzo", k=1)
+    async with opened.turn("ann", uuid.UUID(TUESDAY)) as turn:
+        found = await turn.search_conversations("plumber Enzo", k=2)
     assert MONDAY in found and "number" not in found
     assert re.search(r"\d{4}-\d\d-\d\d user: The plumber is Enzo Ferri\n", found)
-    assert "Hello there" in found and "Come on Tuesday" in found
+    assert "Hello there" in found and found.count("Come on Tuesday") == 1
 
 
 # --- Long sessions ---
@@ -2021,6 +1985,7 @@ async def test_what_does_not_fit_is_dropped_in_order(learner, tmp_path):
                 seen.append((len(others) // 2, len(hints.facts), summarized))
             with pytest.raises(ValueError):
                 turn.fit_context("Be brief.", hints, 9)
+            assert len((await turn.hints("Hi!")).facts) == 3
     facts = [(2, 3, True), (2, 2, True), (2, 1, True), (2, 0, True)]
     expected = [(5, 3, True), *facts, (2, 0, False), (0, 0, False)]
     assert list(dict.fromkeys(seen)) == expected
@@ -2103,13 +2068,11 @@ async def test_a_folder_of_the_version_before_is_read_and_goes_on(learner, tmp_p
     "damage",  # turns the content of a file into another
     ("cut", lambda content: content[:-20]),
     ("a wrong byte", lambda content: content[:-40] + b"~" + content[-39:]),
-    ("empty", lambda content: b""),
     ("null", lambda content: b"null"),
     ("another shape", lambda content: b'{"turns": {"1": null}, "facts": 1}'),
     ("wrong numbers", lambda content: content.replace(b'"turn":', b'"turn":1')),
     ("odd history", lambda content: content.replace(b'"event"', b'"events"')),
     ("too deep", lambda content: b"[" * 99_999),
-    ("no text", lambda content: b"\xff\0"),
 )
 async def test_after_any_damage_a_user_goes_on(learner, tmp_path, name, damage):
     options = {"embed": learner.embed, "hint_tokens": 0}
@@ -2121,9 +2084,17 @@ async def test_after_any_damage_a_user_goes_on(learner, tmp_path, name, damage):
         await say_and_learn(opened, "I like w9")
         await opened.facts("ann", "tea")
         turns = (await opened.user("ann").read_session(MONDAY)).turns
-    assert turns[-1]["query"] == "I like w9"
+    assert turns[-1]["query"] == queries(learner.learnings[-1])[-1] == "I like w9"
     aside = [path.read_bytes() for path in tmp_path.glob("ann/*.corrupt-*")]
     assert aside in ([], [damaged])
+
+
+async def test_turns_keep_their_order_if_the_clock_goes_back(opened):
+    await say(opened, "One")
+    async with opened.turn("ann", MONDAY) as turn:
+        await turn.save("Two", "Noted.", ended_at="2020-01-01T00:00:00+00:00")
+    one, two = (await opened.user("ann").read_session(MONDAY)).turns
+    assert two["ended_at"] == one["ended_at"]
 
 
 @cases(
