@@ -1020,8 +1020,7 @@ def check_operation(
     importance = min(importance, 1.0) if isinstance(importance, int | float) else 0.5
     if not importance >= 0.2:  # or it is NaN
         raise RequestRefused("importance")
-    if fact and text == fact["text"]:
-        # Being the last, it would replace a delete of the fact.
+    if fact and text == fact["text"]:  # it would replace a delete of the fact
         raise RequestRefused("unchanged")
     if rule := forbidden(text):
         raise RequestRefused(rule)

@@ -39,8 +39,7 @@ def search(facts: Any, vectors: Any, query: str, query_vector: Any) -> list[str]
     """Return the ids of the facts that the hints of a query would hold."""
     texts = [fact["text"] for fact in facts]
     vector, known = memory.unit_vector(query_vector), [vectors[t] for t in texts]
-    found = memory.rank(query, texts, vector, known) if texts else []
-    return [facts[n]["id"] for n, _ in found[:8]]
+    return [facts[n]["id"] for n, _ in memory.rank(query, texts, vector, known)[:8]]
 
 
 async def ours(talk: Any, messages: Any, queries: Any) -> list[list[str]]:
