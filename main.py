@@ -74,7 +74,8 @@ class Settings(memory.Settings):
     memory_extra_body: pydantic.Json[Json] = field(default_factory=dict)
     embedding_base_url: HttpUrl | None = None  # None: openai_base_url
     embedding_api_key: Key = ""  # empty: openai_api_key
-    embedding_model: str = ""  # empty: see `Service`
+    # Empty: OpenAI's text-embedding-3-small, or one that EMBEDDING_BASE_URL lists
+    embedding_model: str = ""
     rerank_base_url: HttpUrl | None = None  # None: nothing is reranked
     rerank_api_key: Key = ""
     rerank_model: str = ""  # empty: the endpoint's first
@@ -113,7 +114,7 @@ class Settings(memory.Settings):
 # In ASCII, because some clients would end a line at U+2028.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # `[DONE]`, compared by `is`
-Parts = list[tuple[str, str]]  # what a chunk adds: an event's type and its text
+Events = list[tuple[str, str]]  # what a chunk adds: the type and the text of each
 PURPOSES = re.compile("embed|rerank")  # in names of models; none of them: chat
 
 
@@ -141,23 +142,24 @@ class Endpoint:
 
     async def stream(
         self, body: Json, reply: "ReplyParser", max_retries: int = 1
-    ) -> AsyncGenerator[tuple[Json, Parts], None]:
-        """Yield each chunk of a reply with what the parser finds."""
+    ) -> AsyncGenerator[tuple[Json, Events], None]:
+        """Yield each chunk of a reply, and {} at its end, with their events."""
         raw: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
-        # If only one choice is asked for, a complete reply stands whatever follows it.
+        # With n > 1 the parser sees only the first choice, so others may be incomplete.
         with endpoint_errors(reply if body.get("n") in (None, 1) else None):
             stream = await self.post("/chat/completions", body, max_retries, **raw)
-            parts = stream.response.aiter_bytes()
-            async with stream, aclosing(read_chunks(parts)) as chunks:
+            content = stream.response.aiter_bytes()
+            async with stream, aclosing(read_chunks(content)) as chunks:
                 async for chunk in chunks:
-                    yield chunk, reply.feed(chunk)
+                    events = reply.feed(chunk)
                     if chunk is DONE:
                         break
+                    yield chunk, events
                 # Only if all is read, the connection can be used again.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await anext(chunks, None)
-        yield DONE, reply.finish()
+        yield {}, reply.finish()
 
     async def post(
         self, path: str, body: Json, max_retries: int = 1, **raw: Any
@@ -211,20 +213,23 @@ class Endpoint:
         return self.model
 
 
-async def read_chunks(parts: AsyncIterator[bytes]) -> AsyncGenerator[Json, None]:
+async def read_chunks(content: AsyncIterator[bytes]) -> AsyncGenerator[Json, None]:
     """Yield the JSON objects in the lines of a reply, and DONE.
 
     If no line is an object, the whole body may be one.
     """
     body, rest, found = b"", b"", False
-    async for part in parts:
-        body += b"" if found else part
+    async for piece in content:
+        body += b"" if found else piece
         # Not `splitlines`, because JSON may hold U+2028.
-        *lines, rest = (rest + part).split(b"\n")
+        *lines, rest = (rest + piece).split(b"\n")
         for chunk in filter(None, map(parse_line, lines)):
             found = True
             yield chunk
-    if last := parse_line(rest) or (None if found else parse_line(body)):
+    last = parse_line(rest)  # its end of line may be missing
+    if not (last or found):
+        last = parse_line(body)
+    if last:
         yield last
 
 
@@ -259,7 +264,7 @@ TOO_LONG = re.compile(
     "context.(length|window|size)|(prompt|input|request).*too long|"
     "(prompt|model) length|token limit"
 )
-# They are about our own key, address or patience, so clients get another status.
+# They concern the service's own key, address or time-out, and not the client's.
 NOT_PASSED_ON = (401, 403, 404, 408)
 
 
@@ -281,13 +286,14 @@ def endpoint_errors(reply: "ReplyParser | None" = None) -> Iterator[None]:
         yield
     except Exception as error:
         if reply and reply.finish_reason:
-            return
+            return  # the reply is complete, so what broke afterwards does not matter
         if isinstance(error, Failure):
             raise
-        # Causes are cut off, because their texts are logged, and may repeat a key.
+        # "from None", because the log would print the cause, whose text may hold a key.
         if isinstance(error, openai.APIStatusError):
             raise status_failure(error) from None
-        # Over aiohttp a lost connection is an APITimeoutError, too. Its cause differs.
+        # Over aiohttp, openai raises APITimeoutError for refused and lost connections,
+        # too. Only the class of its cause tells a read time-out from them.
         if "ReadTimeout" in (type(error).__name__, type(error.__cause__).__name__):
             raise Failure("upstream_timeout") from None
         log.warning("an endpoint gave no answer: %s", type(error).__name__)
@@ -357,7 +363,7 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class TurnResponse(StreamingResponse):
-    """A response whose turn is a task that puts events on a queue.
+    """A response whose turn, a task, puts events on a queue.
 
     AgentRun (/chat) and Relay (/v1) have the methods `answer` and `last_event`, which
     follows after the turn is saved or has failed.
@@ -383,7 +389,7 @@ class TurnResponse(StreamingResponse):
         """Run the turn, and send what it puts until nobody reads."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
-        self.task.add_done_callback(self.end)
+        self.task.add_done_callback(self.wake_up)
         start: Json = {"type": "http.response.start", "status": 200}
         start["headers"] = self.raw_headers
         body: Json = {"type": "http.response.body", "more_body": True}
@@ -401,10 +407,10 @@ class TurnResponse(StreamingResponse):
         finally:
             self.task.cancel()
 
-    def end(self, task: asyncio.Task[None]) -> None:
+    def wake_up(self, task: asyncio.Task[None]) -> None:
         self.service.running.discard(task)
         with suppress(asyncio.QueueFull):
-            self.queue.put_nowait(b"")  # wakes up `events`
+            self.queue.put_nowait(b"")  # else `events` would wait for a ping
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield what the turn puts, then its end, with pings between."""
@@ -495,16 +501,16 @@ class AgentRun(TurnResponse):
             functions.append(turn.propose_memory)
         if self.row["reasoning_mode"]:
             functions.append(self.plan)
-        # Of two tools with one name, ours is the last and counts.
+        # A memory tool replaces a tool of tools.py that has the same name.
         self.tools = {function.__name__: function for function in functions}
         if self.tools:  # many endpoints refuse an empty list
             self.request["tools"] = [*map(tools.schema, self.tools.values())]
         hints = await turn.hints(self.query) if turn else Hints([], [], [])
         # Before the event `memory`, because this removes hints that do not fit.
         self.request["messages"] = await self.build_prompt(turn, hints)
-        told: Json = {"facts": hints.for_client(), "degraded": hints.degraded}
-        told["pending"] = len(turn.unlearned) if turn else 0
-        await self.queue.put(to_line("memory", **told))
+        event: Json = {"facts": hints.for_client(), "degraded": hints.degraded}
+        event["pending"] = len(turn.unlearned) if turn else 0
+        await self.queue.put(to_line("memory", **event))
         await self.run_rounds()
 
     async def build_prompt(self, turn: Turn | None, hints: Hints) -> list[Message]:
@@ -546,8 +552,8 @@ class AgentRun(TurnResponse):
         body = with_extra(request, self.service.settings.chat_extra_body)
         self.reply = reply = ReplyParser()
         async with aclosing(self.service.chat.stream(body, reply)) as chunks:
-            async for _, parts in chunks:
-                for type, text in parts:
+            async for _, events in chunks:
+                for type, text in events:
                     await self.emit(type, text=text)
         # Objects, such as details, are not summed.
         counts = {k: n for k, n in reply.usage.items() if isinstance(n, int | float)}
@@ -564,6 +570,7 @@ class AgentRun(TurnResponse):
             if not call["id"] or call["id"] in self.call_ids:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
             self.call_ids.add(call["id"])
+        # Before `take_back` empties the text. `run_call` corrects the calls themselves.
         message = {"role": "assistant", "content": self.reply.text or None}
         if reasoning := self.reply.reasoning_content:
             message["reasoning_content"] = reasoning
@@ -612,8 +619,9 @@ class AgentRun(TurnResponse):
         if failure := self.failure:
             return to_line("error", code=failure.code, message=failure.detail)
         reason, rounds = self.reply.finish_reason, self.row["rounds"]
-        if reason in ("stop", "tool_calls", "function_call"):  # servers mix these up
-            # The last of several rounds may call no tools, so its end may be forced.
+        # Servers send any of these at a normal end. In the last of several rounds we
+        # forbid tools, so that end is ours.
+        if reason in ("stop", "tool_calls", "function_call"):
             is_forced = rounds == self.service.settings.max_rounds > 1
             reason = "max_rounds" if is_forced else "stop"
         end = {"response": self.reply.text, "turn": self.turn_number, "rounds": rounds}
@@ -659,9 +667,9 @@ class ReplyParser:
     def calls(self) -> list[Json]:
         return [*self.call_by_key.values()]
 
-    def feed(self, chunk: Json) -> Parts:
+    def feed(self, chunk: Json) -> Events:
         """Read one chunk, or a whole reply."""
-        parts: Parts = []
+        events: Events = []
         choice = first_choice(chunk)
         usage = chunk.get("usage")
         self.usage = usage if isinstance(usage, dict) else self.usage
@@ -675,33 +683,33 @@ class ReplyParser:
         self.reasoning_content += reasoning
         if thinking := reasoning or clean(delta.get("reasoning") or ""):
             self.is_thinking = bool(self.is_thinking)
-            parts.append(("thinking", thinking))
+            events.append(("thinking", thinking))
         # A refusal has a field of its own, but is an answer.
         if text := text_of(delta, "") or delta.get("refusal"):
-            parts += self.split_text(text)
+            events += self.split_text(text)
         for piece in filter(None, delta.get("tool_calls") or []):
             self.add_piece(piece)
-        return parts
+        return events
 
-    def split_text(self, text: str, is_last: bool = False) -> Parts:
+    def split_text(self, text: str, is_last: bool = False) -> Events:
         """Tell text from thinking, although their tags may come in pieces."""
         text = self.held_back + text
         undecided = None if is_last else UNDECIDED.search(text)
         self.held_back = undecided[0] if undecided else ""
         pieces = TAG.split(clean(text.removesuffix(self.held_back)))
-        parts: Parts = []
+        events: Events = []
         for piece, after in zip(pieces, [*pieces[1:], ""]):
             if piece == "<think>" and not self.text:
                 self.is_thinking = True
             elif piece == "</think>" and self.ends_thinking(after):
-                parts += self.take_back()
+                events += self.take_back()
                 self.is_thinking = False
             elif piece and self.is_thinking:
-                parts.append(("thinking", piece))
+                events.append(("thinking", piece))
             elif shown := (piece if self.text else piece.lstrip()):
                 self.text += shown
-                parts.append(("token", shown))
-        return parts
+                events.append(("token", shown))
+        return events
 
     def ends_thinking(self, after: str) -> bool:
         """Tell whether a </think> is a tag, and not only mentioned.
@@ -714,19 +722,19 @@ class ReplyParser:
         ends_line = after.lstrip(" \t\r")[:1] in ("", "\n")
         return ends_line and "<think>" not in self.text
 
-    def take_back(self) -> Parts:
+    def take_back(self) -> Events:
         """Return that this round's text is not the answer."""
         text, self.text = self.text, ""
         return [("thought", text)] if text else []
 
-    def finish(self) -> Parts:
+    def finish(self) -> Events:
         """Return the text held back, or raise Failure if it broke off."""
         if not self.finish_reason:
             raise Failure("upstream_unavailable", "The answer broke off.")
         return self.split_text("", is_last=True)
 
     def add_piece(self, piece: Json) -> None:
-        """Add a piece to its call, by index or id, or the last."""
+        """Add a piece to its call, by index, id or order."""
         key, id = piece.get("index"), piece.get("id")
         if key is None:
             by_id = {call["id"]: key for key, call in self.call_by_key.items()}
@@ -793,8 +801,7 @@ class Service:
         model = settings.chat_model or ("gpt-4.1-mini" if is_openai(url) else "")
         self.chat = Endpoint(url, key, model, timeout)
         self.embedder = self.reranker = None
-        # OpenAI has a default model for embeddings. For EMBEDDING_BASE_URL it is the
-        # first that is listed. Your own chat endpoint needs EMBEDDING_MODEL.
+        # Without EMBEDDING_BASE_URL, an endpoint of your own needs EMBEDDING_MODEL.
         url = settings.embedding_base_url or url
         key = settings.embedding_api_key or key
         default = "text-embedding-3-small" if is_openai(url) else ""
@@ -881,18 +888,19 @@ class Service:
             # Until a call has succeeded, the endpoint may refuse a field of all calls.
             # So learning waits. Later, it refuses this request, so less is asked for.
             # 401, 403 and 404 have become a 502.
-            is_refusal = failure.code == "upstream_rejected"
-            is_refusal = is_refusal and failure.status_code < 500
+            is_refusal = (
+                failure.code == "upstream_rejected" and failure.status_code < 500
+            )
             if failure.code == "context_too_long" or (is_refusal and self.has_learned):
                 raise RequestRefused from failure
             raise
         reply = ReplyParser()
-        parts = reply.feed(completion) + reply.split_text("", is_last=True)
+        events = reply.feed(completion) + reply.split_text("", is_last=True)
         if reply.finish_reason == "length":
             raise RequestRefused("the answer was cut at its length")
         self.has_learned = True
         # Some servers return the whole answer as reasoning.
-        return reply.text or "".join(text for _, text in parts)
+        return reply.text or "".join(text for _, text in events)
 
 
 def is_openai(url: HttpUrl | None) -> bool:
@@ -1068,10 +1076,10 @@ class Relay(TurnResponse):
         stream = self.service.chat.stream(body, self.reply, max_retries=0)
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
-                if self.is_stream and chunk is not DONE:
+                if chunk and self.is_stream:
                     self.has_begun = True
                     await self.queue.put(sse_event(chunk))
-                elif chunk is not DONE:
+                elif chunk:
                     self.end = to_json(chunk).encode()
 
     async def add_hints(self, turn: Turn) -> None:
@@ -1150,15 +1158,15 @@ class KeyCheck:
         self.app, self.expected = app, f"bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: Any = self.app
+        response: Any = self.app
         if scope["type"] == "http" and route_path(scope) not in PUBLIC:
             header = Request(scope).headers.get("Authorization", "").encode("latin-1")
             header = header[:6].lower() + header[6:]
             if not hmac.compare_digest(header, self.expected):
                 headers = {"WWW-Authenticate": "Bearer"}
                 error = HTTPException(401, "A valid key is needed.", headers)
-                answer = await on_error(Request(scope), error)
-        await answer(scope, receive, send)
+                response = await on_error(Request(scope), error)
+        await response(scope, receive, send)
 
 
 def route_path(scope: Scope) -> str:
