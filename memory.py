@@ -36,7 +36,14 @@ import time
 import unicodedata
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -395,7 +402,7 @@ class Turn:
         verbatim = self.transcript.verbatim()
         return [row for row in verbatim if row["status"] != "error"]
 
-    async def hints(self, query: str, shown: Iterable[str] = ()) -> Hints:
+    async def hints(self, query: str, shown: Iterable[str] | None = None) -> Hints:
         """Return what memory knows that may help to answer a query.
 
         If all facts fit `hint_tokens`, nothing is searched. If not, the profile takes
@@ -403,7 +410,7 @@ class Turn:
 
         Args:
             query: The user's words. If there are none, nothing is searched.
-            shown: Queries that the prompt holds. Empty: those of this session.
+            shown: Queries that the prompt holds. None: those of this session.
         """
         self.query, settings = query, self.memory.settings
         just_said = self.just_said(settings.hint_tokens // 3, shown)
@@ -421,15 +428,16 @@ class Turn:
             facts = fit_budget(facts + new[: settings.hint_k], budget, hint_line)
         return Hints(facts, just_said, degraded)
 
-    def just_said(self, budget: int, shown: Iterable[str] = ()) -> list[str]:
+    def just_said(self, budget: int, shown: Iterable[str] | None = None) -> list[str]:
         """Return what was said but not learned or shown, newest first.
 
         Args:
             budget: Tokens of all lines together. Each is cut, so that the newest fits.
         """
-        in_prompt = {*shown} or {row["query"] for row in self.replayed}
+        if shown is None:
+            shown = {row["query"] for row in self.replayed}
         queries = [turn["query"] for turn in reversed(self.unlearned)]
-        new = [query for query in queries if query and query not in in_prompt]
+        new = [query for query in queries if query and query not in shown]
         # 2,000 bytes hold the characters that are shown; the rest is not cleaned.
         texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
         max_bytes = max(7, BYTES_PER_TOKEN * budget - 1)  # `count_tokens` adds 1
@@ -551,9 +559,9 @@ class Turn:
 
 BATCH_TURNS = 8  # learned in one call; a model of 1.5B lost none of 6 facts in 8 turns
 SHOWN_FACTS = 200  # known facts that a learning call shows at most
-# How a learning call shares the context. We estimate 3 bytes a token, but JSON has
-# about 2.6 (vLLM). So 5/8 by our estimate is 0.72 of the context, and the answer has
-# the rest. Of 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
+# How a learning call shares the context. We count 3 bytes as a token, but JSON has only
+# 2.6 (vLLM). So a request of 5/8 by our count fills 0.72 of the context, and the answer
+# has the rest. Of 8,192 tokens, the request has 5,120, and 2,844 hold all examples.
 REQUEST_SHARE = 5 / 8  # of the context
 EXAMPLES_SHARE = 5 / 9  # of the request, for rules and examples
 FACTS_SHARE = 1 / 5  # of what the rules and the examples leave of the request
@@ -670,7 +678,7 @@ class Learner:
             except RequestRefused as rule:  # it drops the operation alone
                 log.info("an operation was dropped by the rule: %s", rule)
                 self.dropped += 1
-        # Of several changes of one fact, the newest wins. Within a turn it is the update,
+        # Of several changes of one fact, the newest wins. Within a turn the update wins,
         # because weak models delete and update for "I left Shell for Total". Adds come
         # last, because one may add again what another operation deletes.
         operations = sorted([*deletes, *others], key=lambda one: one.turn["ended_at"])
@@ -709,15 +717,20 @@ class Learner:
     async def confirm_change(
         self, operation: "Operation", fact: Fact
     ) -> list["Operation"]:
-        """Return what to do in place of a change of a fact."""
+        """Return what to do in place of a change of a fact.
+
+        If the change is not clear, the model is asked what is still true of the fact.
+        Null: the change is right. A part of the fact: it replaces the fact. Anything
+        else: the fact stays, unless a delete names it. In the last two cases, an
+        update's text is added beside the fact.
+        """
         op, text = operation.op, operation.text
         query, before = operation.turn["query"], operation.turn["before"]
         if is_clear(op, fact["text"], text, query, before):
             return [operation]
         left = await self.ask_about("still_true", fact["text"], before, query)
-        if left is None:  # nothing is still true, so the change is right
+        if left is None:
             return [operation]
-        # Some of the fact is still true, so an update's text is added beside it.
         added: list[Operation] = []
         if op == "update":
             with suppress(RequestRefused):  # only the text is dropped
@@ -727,8 +740,6 @@ class Learner:
             shorter = shorter._replace(kind=fact["kind"], importance=fact["importance"])
             return [shorter, *added]
         if op == "delete" and share_word(fact["text"], query):
-            # The answer is no part of the fact, but the whole or other words. The user
-            # named the fact, so the model's first answer counts.
             return [operation]
         if not added:
             raise RequestRefused("still true")
@@ -937,26 +948,31 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
 
     A model may think first, and write text around the JSON. Weak models write one
     operation in place of the list, or operations in place of the whole answer.
+
+    Raises:
+        RequestRefused: There is no such field.
     """
     # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
     # put it. A text that begins with JSON is no thought.
-    text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
+    for value in json_values(re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)):
+        found = value.get(key, value) if isinstance(value, dict) else value
+        if isinstance(found, expected_type) and found is not value:
+            return found
+        operations = found if isinstance(found, list) else [found]
+        are_operations = [isinstance(one, dict) and "op" in one for one in operations]
+        if expected_type is list and operations and all(are_operations):
+            return operations
+    raise RequestRefused(f"no {key} in the model's answer")
+
+
+def json_values(text: str) -> Iterator[Any]:
+    """Yield the objects and lists in a text, outer ones first."""
     starts = [match.start() for match in re.finditer(r"[{\[]", text)][:200]
     for start in starts:
         if start > starts[0] and text[:start].rstrip().endswith(("[", ",")):
             continue  # a part of a list that was cut is not the answer
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            if key in value and isinstance(value[key], expected_type):
-                return value[key]
-            value = [value.get(key, value)]
-        are_operations = [isinstance(one, dict) and "op" in one for one in value]
-        if expected_type is list and value and all(are_operations):
-            return value
-    raise RequestRefused(f"no {key} in the model's answer")
+        with suppress(ValueError, RecursionError):
+            yield json.JSONDecoder().raw_decode(text, start)[0]
 
 
 # --- What may become a fact ---
@@ -1042,7 +1058,8 @@ def is_clear(op: str, fact_text: str, text: str, query: str, before: str) -> boo
     """Tell whether a change surely means this fact.
 
     A delete is clear if the message names every word of the fact. An update is clear if
-    its text shares a word with what was said, and the fact shares one with either.
+    its text shares a word with the message or `before`, and the fact shares a word with
+    the message or with that text.
     """
     if op == "delete":
         words = content_words(fact_text)
@@ -1361,8 +1378,8 @@ def word_shares(query: str, texts: list[str], neighbour: float = 0) -> np.ndarra
     return shares / (weights.sum() or 1)
 
 
-def meaning(vector: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarray:
-    """Return how near each vector is to the first, in standard deviations.
+def meaning(query: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarray:
+    """Return how near each vector is to the query's, in standard deviations.
 
         (cosine - mean of all cosines) / deviation of the cosines between the texts
 
@@ -1370,17 +1387,17 @@ def meaning(vector: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarr
     """
     scores = np.zeros(len(vectors))
     known = {n: vector for n, vector in enumerate(vectors) if vector is not None}
-    if vector is None or len(known) < FEW:
+    if query is None or len(known) < FEW:
         return scores
     matrix = np.stack([*known.values()])
-    # A sample of pairs, the first with the last and so on, tells how much the texts
-    # differ from each other.
+    # How much the texts differ from each other: the cosines of the first and the last,
+    # of the second and the last but one, and so on.
     half = len(known) // 2
     between = np.einsum("ij,ij->i", matrix[:half], matrix[::-1][:half])
     deviation = round(float(between.std()), 6)  # 0 if all vectors are equal
-    if deviation and matrix.shape[1] == len(vector):
+    if deviation and matrix.shape[1] == len(query):
         faiss.omp_set_num_threads(1)  # of this thread, because to wake more takes 4 ms
-        [cosines], [order] = faiss.knn(vector[None], matrix, len(known), COSINE)
+        [cosines], [order] = faiss.knn(query[None], matrix, len(known), COSINE)
         scores[np.array([*known])[order]] = (cosines - cosines.mean()) / deviation
     return scores
 
@@ -1400,10 +1417,11 @@ def rank(
     evidence = meaning(vector, vectors) + ALL_WORDS * word_shares(query, texts)
     chance, best = math.sqrt(2 * math.log(max(len(texts), 2))), evidence.max()
     if len(texts) < FEW:
-        is_relevant = (evidence > 0) | [vector is not None for vector in vectors]
+        is_relevant = (evidence > 0) | [known is not None for known in vectors]
+    elif best < MIN_BEST_SHARE * chance:
+        is_relevant = np.zeros(len(texts), bool)
     else:
         is_relevant = evidence >= max(MIN_SHARE * chance, best - chance)
-        is_relevant &= best >= MIN_BEST_SHARE * chance
     scores = (evidence / (abs(evidence) + chance)).clip(0).round(4).tolist()
     return [(n, scores[n]) for n in best_first(evidence) if loose or is_relevant[n]]
 
@@ -1444,9 +1462,9 @@ that theirs them then there these this those too us ve very was we were what whe
 which while who whom why will with would you your yours don doesn didn isn aren wasn
 weren won wouldn couldn shouldn hasn haven hadn after before also here up out other
 because during between
-el la los las un una es tiene de del que y en con por se su mi le les l une est et du des
-je ne pas der die das ein eine ist hat ich und nicht mit von zu im mein meine o os um uma
-é tem em com eu e ho io non che di и в у я не на есть ma mam ve bir var và có
+el la los las un una es tiene de del que y en con por se su mi le les l une est et du
+des je ne pas der die das ein eine ist hat ich und nicht mit von zu im mein meine o os
+um uma é tem em com eu e ho io non che di и в у я не на есть ma mam ve bir var và có
 है हैं का की के को में मैं और
 我 你 他 她 它 们 的 了 是 有 在 不 一 个 这 那 和 也 就 都 很 把
 は が を に の で と も た て い る し す だ な
@@ -1519,21 +1537,23 @@ PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpwd?\b|kennwort
 |mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード
 |비밀번호|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
 TOKEN = r"\b(?:api[ _-]?key|(?:access|auth|secret|bearer)?[ _-]?(?:token|key))"
-# What stands between: a preposition and more, or "of the user" in one word
-FOR = r"""(?:\ (?:for|of|to|at|de|del|des|du|do|für|van)\b[^\n:=.,;]{0,40}?
+# "… for my bank", or "of the user" in one word
+OWNER = r"""(?:\ (?:for|of|to|at|de|del|des|du|do|für|van)\b[^\n:=.,;]{0,40}?
 |\ (?:пользовател|użytkownik)\w+|\ لل\w+)?"""
-IS = r"""\s*(?:['’]s\b|\b(?:is|are|was|ist|lautet|est|es|é|jest|это)\b
+IS_OR_COLON = r"""\s*(?:['’]s\b|\b(?:is|are|was|ist|lautet|est|es|é|jest|это)\b
 |[:=：]|是|为|は|는|है|هي)\s*"""
 SECRETS = {  # the tests have an example of each
-    "key": r"\b(?:[spr]k|gsk|gh\w|github_pat|hf|npm|glpat|pypi|xox\w)[_-](?=[\w-]{0,99}\d)[\w-]{12,}",
+    "key": r"\b(?:[spr]k|gsk|gh\w|github_pat|hf|npm|glpat|pypi|xox\w)"
+    r"[_-](?=[\w-]{0,99}\d)[\w-]{12,}",
     "cloud key": r"(?-i:\b(?:A[KS]IA[A-Z\d]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{12,}))",
     "JWT": r"(?<![\w-])eyJ[\w-]{8,}\.[\w.-]+",
     "private key": r"-----BEGIN\ [\w\ ]*PRIVATE\ KEY[\s\S]*",
     "password in a URL": r"(?<=://)[^\s/:@]*:[^\s/]+(?=@)",
-    "password": rf"{PASSWORD}{FOR}{IS}\S*[^\s.,;!?][^\n.,;!?。，]*",
+    "password": rf"{PASSWORD}{OWNER}{IS_OR_COLON}\S*[^\s.,;!?][^\n.,;!?。，]*",
     "password, verb after it": r"(?:hasło(?:\ \w+)?\ to|पासवर्ड(?=\ \S+\ है))\ \S+",
-    "token": rf"{TOKEN}{FOR}{IS}(?=\S*\d)[^\s,;。，]{{6,}}",
-    "PIN": rf"(?-i:\b(?:PIN|OTP|CVV|CVC|SSN|IBAN)(?:{IS}|\s+)[A-Z]{{0,2}}\d[\d\ -]{{2,}})",
+    "token": rf"{TOKEN}{OWNER}{IS_OR_COLON}(?=\S*\d)[^\s,;。，]{{6,}}",
+    "PIN": rf"(?-i:\b(?:PIN|OTP|CVV|CVC|SSN|IBAN)(?:{IS_OR_COLON}|\s+)"
+    r"[A-Z]{0,2}\d[\d\ -]{2,})",
 }
 SECRET = re.compile("|".join(SECRETS.values()), re.IGNORECASE | re.VERBOSE)
 CARD = re.compile(r"(?<![A-Za-z\d.])[2-6２-６](?:[ -]?\d){12,18}(?![A-Za-z\d])")
@@ -1652,9 +1672,10 @@ class User:
     """One user, with facts and turns that wait, in memory and files.
 
     The order of writes makes a crash harmless. A marker is made before its turn is
-    written. Facts are written together with what is learned. Memory changes last, and
-    what others see of it is replaced, never changed. The methods `on_disk` do not call
-    each other, because they would wait for themselves.
+    written. Facts are written together with what is learned. Files change first, then
+    attributes, each of which gets a new object, so that a reader on the loop never sees
+    half a change. The methods `on_disk` do not call each other, because their lock
+    cannot be taken twice.
 
     Raises:
         NotFound: The user, session or fact does not exist.
@@ -1675,11 +1696,12 @@ class User:
     def begin_turn(self, session_id: str) -> Turn:
         """Return a new turn of a session.
 
-        Facts and turns that wait are read together: what is no longer one is the other.
+        Facts and unlearned turns are read in one step, so what a turn said is in one of
+        them.
         """
         transcript = read_transcript(self.folder, session_id)
-        # A transcript that was damaged or deleted begins again at turn 1. If `learned`
-        # kept its old number, the new turns would count as learned.
+        # The transcript may be shorter than `learned` says, because it was damaged or
+        # deleted. With the old number, its new turns would count as learned.
         last, learned = len(transcript.turns), self.record.learned
         if learned.get(session_id, 0) > last:
             self._write(replace(self.record, learned=learned | {session_id: last}))
@@ -1865,8 +1887,8 @@ class User:
 
     def _replace_facts(self, record: Record) -> None:
         """Write a record, and leave no copy of what it deletes."""
-        # A kill may stop this, and then the client repeats it. A fact without a row is
-        # a 404, so its row goes last. Vectors are made again.
+        # memory.json is written last. After a kill, the fact is still listed, so the
+        # client can repeat the DELETE. Vectors are made again.
         for pattern in ("*memory.json.*", "*memory.faiss*"):
             for path in self.folder.glob(pattern):
                 path.unlink()
