@@ -678,7 +678,7 @@ class Learner:
             except RequestRefused as rule:  # it drops the operation alone
                 log.info("an operation was dropped by the rule: %s", rule)
                 self.dropped += 1
-        # Of several changes of one fact, the newest wins. Within a turn the update wins,
+        # Of several changes of one fact, the newest wins, and in one turn the update,
         # because weak models delete and update for "I left Shell for Total". Adds come
         # last, because one may add again what another operation deletes.
         operations = sorted([*deletes, *others], key=lambda one: one.turn["ended_at"])
