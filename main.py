@@ -57,6 +57,8 @@ def split_names(names: Any) -> Any:
 # A key of spaces is an error, because an empty API_KEY opens the service to all.
 Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+# These are not read from the environment, because only tests change them.
+ONLY_IN_CODE = {"ping_after", "unread_limit", "learn_delay", "retry_delay"}
 GONE = {"SUMMARIES", "MAX_CONCURRENT_TURNS"}  # settings of earlier versions
 
 
@@ -100,7 +102,8 @@ class Settings(memory.Settings):
         """
         for name in GONE & environment.keys():
             log.warning("%s is no setting any more, and does nothing.", name)
-        texts: Json = {f.name: environment.get(f.name.upper()) for f in fields(cls)}
+        names = {setting.name for setting in fields(cls)} - ONLY_IN_CODE
+        texts: Json = {name: environment.get(name.upper()) for name in names}
         try:
             return cls(**{name: text for name, text in texts.items() if text})
         except pydantic.ValidationError as error:
@@ -113,7 +116,7 @@ class Settings(memory.Settings):
 
 # In ASCII, because some clients would end a line at U+2028.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
-DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # `[DONE]`, compared by `is`
+DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # for `[DONE]`; it ends a reply
 Events = list[tuple[str, str]]  # what a chunk adds: the type and the text of each
 PURPOSES = re.compile("embed|rerank")  # in names of models; none of them: chat
 
@@ -155,7 +158,7 @@ class Endpoint:
                     if chunk is DONE:
                         break
                     yield chunk, events
-                # Only if all is read, the connection can be used again.
+                # If the rest is not read, the connection cannot be used again.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await anext(chunks, None)
@@ -196,13 +199,18 @@ class Endpoint:
     async def list_models(self) -> str:
         """List the models, and return the one that is set or chosen."""
         raw: Any = {"cast_to": object, "options": {"timeout": 2.0, "max_retries": 0}}
-        # Some servers answer chats, but list no models, or not to this key.
-        refusals = openai.NotFoundError, openai.PermissionDeniedError
-        with endpoint_errors(), suppress(*refusals):
-            rows = await self.client.get("/models", **raw)
-            # Together sends the list alone.
-            rows = rows if isinstance(rows, list) else rows.get("data") or []
-            self.contexts = {str(r["id"]): r.get("max_model_len") or 0 for r in rows}
+        with endpoint_errors():
+            try:
+                rows = await self.client.get("/models", **raw)
+                # Together sends only the list.
+                rows = rows if isinstance(rows, list) else rows.get("data") or []
+                self.contexts = {
+                    str(r["id"]): r.get("max_model_len") or 0 for r in rows
+                }
+            except openai.APIStatusError as error:
+                # Some servers answer chats, but list no models, or not to this key.
+                if error.status_code not in (403, 404, 405):
+                    raise
         purposes = {id: "".join(PURPOSES.findall(id)) for id in self.contexts}
         # Models for another purpose come last.
         ids = sorted(purposes, key=lambda id: purposes[id] != self.purpose)
@@ -218,22 +226,25 @@ async def read_chunks(content: AsyncIterator[bytes]) -> AsyncGenerator[Json, Non
 
     If no line is an object, the whole body may be one.
     """
-    body, rest, found = b"", b"", False
+    body, rest, found = bytearray(), bytearray(), False
     async for piece in content:
         body += b"" if found else piece
+        rest += piece
+        if b"\n" not in piece:  # a line may have megabytes, so it is not split often
+            continue
         # Not `splitlines`, because JSON may hold U+2028.
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, rest = rest.split(b"\n")
         for chunk in filter(None, map(parse_line, lines)):
             found = True
             yield chunk
     last = parse_line(rest)  # its end of line may be missing
     if not (last or found):
-        last = parse_line(body)
+        last = parse_line(b"data:" + body.removeprefix(b"\xef\xbb\xbf"))
     if last:
         yield last
 
 
-def parse_line(line: bytes) -> Json | None:
+def parse_line(line: bytes | bytearray) -> Json | None:
     """Return the object in a line, if it holds a chunk.
 
     A line without `data:` may be a chunk, or a part of one pretty-printed object.
@@ -246,7 +257,7 @@ def parse_line(line: bytes) -> Json | None:
     if content.startswith(b"{"):
         with suppress(ValueError, RecursionError):
             chunk = json.loads(content.decode(errors="replace"))
-            if is_event or {"choices", "error"} & chunk.keys():
+            if is_event or "choices" in chunk or chunk.get("error"):
                 return chunk
     return None
 
@@ -281,7 +292,7 @@ class Failure(HTTPException):
 
 @contextmanager
 def endpoint_errors(reply: "ReplyParser | None" = None) -> Iterator[None]:
-    """Turn whatever an answer raises into a Failure."""
+    """Raise any error as a Failure, unless a reply is complete."""
     try:
         yield
     except Exception as error:
@@ -345,8 +356,9 @@ def error_sentence(error: Any, key: str = "EMPTY") -> str:
 
 
 def without_key(text: str, key: str) -> str:
-    """Return a text without a key, unless another word contains it."""
-    return re.sub(rf"(?<!\w){re.escape(key)}(?!\w)", "[removed]", text)
+    """Return a text without the service's key."""
+    # A shorter one, such as EMPTY, is no secret, and may be a word of the text.
+    return text.replace(key, "[removed]") if len(key) > 6 else text
 
 
 # --- The agent loop ---
@@ -393,15 +405,16 @@ class TurnResponse(StreamingResponse):
         start: Json = {"type": "http.response.start", "status": 200}
         start["headers"] = self.raw_headers
         body: Json = {"type": "http.response.body", "more_body": True}
-        has_begun = False
+        is_started = False
         try:
             async for event in self.events():
                 async with asyncio.timeout(self.service.settings.unread_limit):
-                    if not has_begun:  # only now, because a failure has its own status
+                    if not is_started:  # only now, because a failure has its own status
                         await send(start)
-                        has_begun = True
+                        is_started = True
                     await send(body | {"body": event})
-            await send({"type": "http.response.body"})
+            async with asyncio.timeout(self.service.settings.unread_limit):
+                await send({"type": "http.response.body"})
         except TimeoutError:
             log.warning("a client did not read its answer, and was disconnected")
         finally:
@@ -471,8 +484,10 @@ class ChatRequest(BaseModel, extra="forbid"):
 
     user_id: UserName
     session_id: UUID
-    message: Annotated[str, Field(min_length=1, max_length=32_000)] = Field(
-        validation_alias=AliasChoices("message", "query")
+    message: str = Field(
+        min_length=1,
+        max_length=32_000,
+        validation_alias=AliasChoices("message", "query"),
     )
     reasoning_mode: pydantic.StrictBool | None = False
 
@@ -531,24 +546,28 @@ class AgentRun(TurnResponse):
         The last round may call no tools, so there is always an answer. Reasoning mode
         (ReAct, Yao et al. 2210.03629) begins with a forced call of `plan`.
         """
+        max_rounds = self.service.settings.max_rounds
         # None: the model may call tools. "none": it must answer.
         tool_choice: Any = PLAN_CALL if self.row["reasoning_mode"] else None
-        while not self.reply.text:  # `run_calls` takes it back
-            if self.row["rounds"] + 1 == self.service.settings.max_rounds:
+        for number in range(1, max_rounds + 1):
+            if number == max_rounds:
                 tool_choice = "none"
-            calls = await self.ask_model(tool_choice)
-            if calls:
+            if calls := await self.ask_model(tool_choice):
                 await self.run_calls(calls)
-            elif not self.reply.text and tool_choice == "none":
-                self.reply.text = SORRY
-                await self.emit("token", text=SORRY)
-            # If the answer is empty, ask once more, without tools.
-            tool_choice = None if calls else "none"
+                tool_choice = None
+            elif self.reply.text or tool_choice == "none":
+                break
+            else:
+                tool_choice = "none"  # ask once more, without tools
+        if not self.reply.text:
+            self.reply.text = SORRY
+            await self.emit("token", text=SORRY)
 
     async def ask_model(self, tool_choice: Any) -> list[Json]:
         """Ask the model once, and return the calls to run."""
         self.row["rounds"] += 1
-        request = self.request | {"tool_choice": tool_choice}
+        # OpenAI refuses `tool_choice` without tools.
+        request = self.request | {"tool_choice": tool_choice if self.tools else None}
         body = with_extra(request, self.service.settings.chat_extra_body)
         self.reply = reply = ReplyParser()
         async with aclosing(self.service.chat.stream(body, reply)) as chunks:
@@ -643,7 +662,7 @@ def with_extra(body: Json, extra: Json) -> Json:
 TAG = re.compile("(</?think>)")
 # The end of a text that may be half of a tag, or </think> before the end of its line
 UNDECIDED = re.compile(r"(</?t?h?i?n?k?|</think>[ \t\r]*)\Z")
-ARGUMENTS = pydantic.TypeAdapter(Json | None)
+ANY_JSON = pydantic.TypeAdapter(Any)
 
 
 class ReplyParser:
@@ -714,13 +733,14 @@ class ReplyParser:
     def ends_thinking(self, after: str) -> bool:
         """Tell whether a </think> is a tag, and not only mentioned.
 
-        Some templates put <think> into the prompt, so that only </think> comes. Then it
-        ends its line, and all text before it was thinking.
+        Some templates put <think> into the prompt, so that only </think> comes. Then all
+        text before it was thinking.
         """
         if self.is_thinking is not None:
             return self.is_thinking or not self.text
-        ends_line = after.lstrip(" \t\r")[:1] in ("", "\n")
-        return ends_line and "<think>" not in self.text
+        # A text that only mentions it goes on with a space or a mark.
+        is_tag = after.lstrip(" \t\r")[:1] in ("", "\n") or after[:1].isalnum()
+        return is_tag and "<think>" not in self.text
 
     def take_back(self) -> Events:
         """Return that this round's text is not the answer."""
@@ -741,11 +761,12 @@ class ReplyParser:
             last = next(reversed(self.call_by_key), None)
             key = by_id.get(id, id) if id else last
         new = piece.get("function") or {}
-        name, arguments = new.get("name") or "", new.get("arguments") or ""
+        name, arguments = clean(new.get("name") or ""), new.get("arguments") or ""
         before = self.call_by_key.get(key)
-        # Gemini gives several calls the index 0. So a call with an id of its own and a
-        # name is a new one, and the one before keeps its id as its key.
-        if before and id and name and before["id"] not in ("", id):
+        # Gemini sends several calls with index 0, each whole. But vLLM 0.8 sends each
+        # piece of one call with another id.
+        has_another_id = before and id and before["id"] not in ("", id)
+        if before and has_another_id and arguments and is_whole(before):
             self.call_by_key[before["id"]] = self.call_by_key.pop(key)
         function: Json = {"name": "", "arguments": ""}
         empty = {"id": "", "type": "function", "function": function}
@@ -758,6 +779,12 @@ class ReplyParser:
         # Gemini requires its `extra_content` back.
         more = piece.keys() - call.keys() - {"index"}
         call |= {name: piece[name] for name in more}
+
+
+def is_whole(call: Any) -> bool:
+    """Return whether all pieces of a call's arguments have come."""
+    text = call["function"]["arguments"]
+    return bool(text) and parse_arguments(text) is not None
 
 
 def text_of(message: Json, between: str = "\n") -> str:
@@ -776,10 +803,14 @@ def clean(text: str) -> str:
 
 def parse_arguments(text: str) -> Json | None:
     """Return a call's arguments, or None if they cannot be saved."""
-    with suppress(ValueError):  # pydantic refuses what is nested too deeply
-        arguments = ARGUMENTS.validate_json(text or "null") or {}
+    with suppress(ValueError):
+        # Pydantic limits the depth. In a file, arguments are five levels deep: tables,
+        # turns, turn, tools, call.
+        wrapped = "[" * 5 + (text or "null") + "]" * 5
+        [[[[[arguments]]]]] = ANY_JSON.validate_json(wrapped)
         json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
-        return arguments
+        if isinstance(arguments or {}, dict):  # null and [] are no arguments
+            return arguments or {}
     return None
 
 
@@ -796,21 +827,11 @@ class Service:
         self.running: set[asyncio.Task[None]] = set()
         self.has_learned = False  # Has a learning call succeeded?
         url, key = settings.openai_base_url, settings.openai_api_key
-        timeout = settings.upstream_timeout
         self.is_configured = bool(url or key)
         model = settings.chat_model or ("gpt-4.1-mini" if is_openai(url) else "")
-        self.chat = Endpoint(url, key, model, timeout)
-        self.embedder = self.reranker = None
-        # Without EMBEDDING_BASE_URL, an endpoint of your own needs EMBEDDING_MODEL.
-        url = settings.embedding_base_url or url
-        key = settings.embedding_api_key or key
-        default = "text-embedding-3-small" if is_openai(url) else ""
-        model = settings.embedding_model or default
-        if settings.embedding_base_url or (model and (url or key)):
-            self.embedder = Endpoint(url, key, model, timeout, "embed")
-        if url := settings.rerank_base_url:
-            key, model = settings.rerank_api_key, settings.rerank_model
-            self.reranker = Endpoint(url, key, model, timeout, "rerank")
+        self.chat = Endpoint(url, key, model, settings.upstream_timeout)
+        self.embedder = embedding_endpoint(settings)
+        self.reranker = rerank_endpoint(settings)
         self.memory = Memory(
             settings.data_dir,
             self.complete,
@@ -901,6 +922,26 @@ class Service:
         self.has_learned = True
         # Some servers return the whole answer as reasoning.
         return reply.text or "".join(text for _, text in events)
+
+
+def embedding_endpoint(settings: Settings) -> Endpoint | None:
+    """Return the embedding model's endpoint, if there is one."""
+    url = settings.embedding_base_url or settings.openai_base_url
+    key = settings.embedding_api_key or settings.openai_api_key
+    default = "text-embedding-3-small" if is_openai(url) else ""
+    model = settings.embedding_model or default
+    # Without EMBEDDING_BASE_URL, an endpoint of your own needs EMBEDDING_MODEL.
+    if not settings.embedding_base_url and not (model and (url or key)):
+        return None
+    return Endpoint(url, key, model, settings.upstream_timeout, "embed")
+
+
+def rerank_endpoint(settings: Settings) -> Endpoint | None:
+    """Return the reranker's endpoint, if there is one."""
+    if not (url := settings.rerank_base_url):
+        return None
+    key, model = settings.rerank_api_key, settings.rerank_model
+    return Endpoint(url, key, model, settings.upstream_timeout, "rerank")
 
 
 def is_openai(url: HttpUrl | None) -> bool:
@@ -1057,11 +1098,11 @@ class Relay(TurnResponse):
     def __init__(self, service: Service, body: Json, headers: Mapping[str, str]):
         self.request, self.is_stream = body, bool(body.get("stream"))
         self.media_type = "text/event-stream" if self.is_stream else "application/json"
-        self.end = b"data: [DONE]\n\n"  # or an answer that is not streamed
-        self.has_begun = False  # Was a chunk sent?
+        self.end = b"data: [DONE]\n\n"  # without `stream`, the JSON replaces it
+        self.has_chunk = False  # If one was put, a failure has no status of its own.
         body.pop("model", None)  # it is always ours
-        self.users = [m for m in body["messages"] if m.get("role") == "user"]
-        texts = [clean(text_of(message)) for message in self.users]
+        self.user_messages = [m for m in body["messages"] if m.get("role") == "user"]
+        texts = [clean(text_of(message)) for message in self.user_messages]
         names = "", ""
         if texts and body.get("store") is not False and memory_is_on(headers):
             names = take_names(body, headers, texts[0])
@@ -1077,7 +1118,7 @@ class Relay(TurnResponse):
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
                 if chunk and self.is_stream:
-                    self.has_begun = True
+                    self.has_chunk = True
                     await self.queue.put(sse_event(chunk))
                 elif chunk:
                     self.end = to_json(chunk).encode()
@@ -1089,12 +1130,12 @@ class Relay(TurnResponse):
         request = json.dumps([texts, self.request.get("tools")], ensure_ascii=False)
         if memory.count_tokens(request + block) > await self.service.prompt_limit():
             return
-        content = self.users[-1].get("content") or ""
+        content = self.user_messages[-1].get("content") or ""
         if isinstance(content, list):
             content = [{"type": "text", "text": f"{block}\n\n"}, *content]
         else:
             content = f"{block}\n\n{content}"
-        self.users[-1]["content"] = content
+        self.user_messages[-1]["content"] = content
 
     def is_turn(self) -> bool:
         # If the client has to run tools, its next request completes this turn.
@@ -1103,7 +1144,7 @@ class Relay(TurnResponse):
         return bool(self.reply.text) and not is_call
 
     def last_event(self) -> bytes:
-        if self.failure and not self.has_begun:  # so it has a status of its own
+        if self.failure and not self.has_chunk:
             raise self.failure
         return sse_event(openai_error(self.failure)) if self.failure else self.end
 

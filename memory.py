@@ -146,6 +146,10 @@ class RequestRefused(Exception):
     """The request is refused, or its answer useless, so ask for less."""
 
 
+class Dropped(Exception):
+    """A check drops one operation, by the rule that the text names."""
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
@@ -247,15 +251,18 @@ class Memory:
             # Not lockf, because its locks belong to the process: it would let in a
             # second Memory of this process.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
+            await asyncio.to_thread(open_mem0)
         except BlockingIOError:
             os.close(lock)
-            raise RuntimeError(f"{self.folder} is in use by another process") from None
+            raise RuntimeError(f"another process uses {self.folder}") from None
+        except BaseException:
+            os.close(lock)
+            raise
         self.folder_lock = lock
-        os.environ["MEM0_DIR"] = str(self.folder / ".mem0")
-        await asyncio.to_thread(open_mem0)
         for path in self.folder.glob(".deleted-*"):  # what a crash left of users
             await asyncio.to_thread(shutil.rmtree, path, True)  # ignoring errors
-        for marker in self.folder.glob("*/*.unlearned"):
+        for marker in self.folder.glob("[!.]*/*.unlearned"):
             self.learner.schedule(marker.parent.name)
         return self
 
@@ -265,19 +272,26 @@ class Memory:
         tasks = self.learner.tasks
         for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks.values(), *self.writes, return_exceptions=True)
+        try:
+            if running := [*tasks.values(), *self.writes]:
+                # Not gather, which would cancel the writes if this is cancelled.
+                await asyncio.wait(running)
+        except asyncio.CancelledError:
+            self.folder_lock = folder_lock  # so that it can be closed again
+            raise
         tasks.clear()  # one that was cancelled before its first step is still there
         if folder_lock is not None:
             os.close(folder_lock)  # this frees the folder
         # Another process may change the folder before this memory opens it again.
-        self.users.clear()
+        for user in [*self.users.values()]:
+            user.state = "deleted"
         self.newest.clear()
 
     __aenter__, __aexit__ = open, close
 
     async def idle(self) -> None:
         """Wait until all is learned, summarized and embedded, by the model."""
-        while tasks := self.learner.tasks.values():
+        while tasks := [*self.writes, *self.learner.tasks.values()]:
             await asyncio.wait(tasks)
 
     @asynccontextmanager
@@ -623,7 +637,8 @@ class Learner:
         user = self.memory.user_in_folder(folder)
         await user.load()
         if not user.unlearned:
-            return await self.memory.search.embed_facts(user)
+            more = await self.memory.search.embed_facts(user)
+            return more or bool(user.unlearned)  # while the user is surely in memory
         batch = self.next_batch(user.unlearned, failures)
         first = str(batch[0]["id"])
         try:
@@ -667,21 +682,25 @@ class Learner:
         request = await asyncio.to_thread(learning_request, shown, batch, budget)
         schema = operations_schema(len(shown))
         proposed = await self.ask([*prompt, request], schema, "operations", list)
-        deletes: list[Operation] = []
-        others: list[Operation] = []
-        for proposal in proposed:
+        confirmed: list[tuple[Any, Operation]] = []
+        # A confused model may write one operation many times.
+        for n, proposal in enumerate(proposed):
+            if proposal in proposed[:n]:
+                continue
             arguments = proposal, shown, batch
             try:
                 if operation := await asyncio.to_thread(check_operation, *arguments):
-                    kind = deletes if operation.op == "delete" else others
-                    kind += await self.confirm(operation)
-            except RequestRefused as rule:  # it drops the operation alone
+                    # Within a turn a delete comes before an update, because weak models
+                    # write both for "I left Shell for Total".
+                    order = operation.turn["ended_at"], operation.op != "delete"
+                    confirmed += [(order, one) for one in await self.confirm(operation)]
+            except (Dropped, RequestRefused) as rule:  # only this operation is dropped
                 log.info("an operation was dropped by the rule: %s", rule)
                 self.dropped += 1
-        # Of several changes of one fact, the newest wins, and in one turn the update,
-        # because weak models delete and update for "I left Shell for Total". Adds come
-        # last, because one may add again what another operation deletes.
-        operations = sorted([*deletes, *others], key=lambda one: one.turn["ended_at"])
+        confirmed.sort(key=lambda pair: pair[0])
+        operations = [operation for _, operation in confirmed]
+        # Of several changes of one fact, the last wins. Adds come last, because one may
+        # add again what another operation deletes.
         changes = {one.fact["id"]: one for one in operations if one.fact}
         return [*changes.values(), *(one for one in operations if not one.fact)]
 
@@ -699,9 +718,14 @@ class Learner:
         return fit_budget(nearest, budget, hint_line)
 
     async def confirm(self, operation: "Operation") -> list["Operation"]:
-        """Return what to do in place of an operation, or raise RequestRefused.
+        """Return what to do in place of an operation.
 
-        If the user may not have meant it so, the model is asked about it alone.
+        If the user may have meant something else, the model is asked only about this
+        operation.
+
+        Raises:
+            Dropped: The user did not mean it.
+            RequestRefused: The model's answer is of no use.
         """
         if operation.fact:
             return await self.confirm_change(operation, operation.fact)
@@ -711,7 +735,7 @@ class Learner:
         assistant = turn["before"].partition("\nassistant: ")[2]
         said = await self.ask_about("said", text, assistant, turn["query"])
         if not is_said(said or "", turn["query"]):
-            raise RequestRefused("not said")
+            raise Dropped("not said")
         return [operation]
 
     async def confirm_change(
@@ -726,14 +750,16 @@ class Learner:
         """
         op, text = operation.op, operation.text
         query, before = operation.turn["query"], operation.turn["before"]
-        if is_clear(op, fact["text"], text, query, before):
+        # The label is no word that was said.
+        words_before = before.replace("assistant: ", "")
+        if is_clear(op, fact["text"], text, query, words_before):
             return [operation]
         left = await self.ask_about("still_true", fact["text"], before, query)
         if left is None:
             return [operation]
         added: list[Operation] = []
         if op == "update":
-            with suppress(RequestRefused):  # only the text is dropped
+            with suppress(Dropped, RequestRefused):  # only the text is dropped
                 added = await self.confirm(operation._replace(op="add", fact=None))
         if is_fact_without_words(left, fact["text"]):
             shorter = operation._replace(op="update", text=left)
@@ -742,7 +768,7 @@ class Learner:
         if op == "delete" and share_word(fact["text"], query):
             return [operation]
         if not added:
-            raise RequestRefused("still true")
+            raise Dropped("still true")
         return added
 
     async def ask_about(
@@ -923,7 +949,7 @@ def learning_request(facts: list[Fact], batch: list[TurnRow], budget: int) -> Me
         # 11 of 24 requests. Without it, the model learned in 6 of 6.
         is_echo = alphanumerics(response) == alphanumerics(query)
         is_json = re.match(r"\s*(```\w*)?\s*[{\[]", response)
-        if is_echo or is_json or not all(tool["ok"] for tool in row["tools"]):
+        if is_echo or is_json or not all(tool.get("ok", True) for tool in row["tools"]):
             response = ""
         at = local_time(row["ended_at"]).isoformat(timespec="minutes")
         before = {"before": row["before"]} if row["before"] else {}
@@ -954,25 +980,26 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """
     # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
     # put it. A text that begins with JSON is no thought.
-    for value in json_values(re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)):
-        found = value.get(key, value) if isinstance(value, dict) else value
-        if isinstance(found, expected_type) and found is not value:
-            return found
-        operations = found if isinstance(found, list) else [found]
+    for value, is_part in json_values(re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+            if isinstance(value, expected_type):
+                return value
+        operations = value if isinstance(value, list) else [value]
         are_operations = [isinstance(one, dict) and "op" in one for one in operations]
-        if expected_type is list and operations and all(are_operations):
+        # A part of a list may be all that is left of one that was cut.
+        if expected_type is list and not is_part and operations and all(are_operations):
             return operations
     raise RequestRefused(f"no {key} in the model's answer")
 
 
-def json_values(text: str) -> Iterator[Any]:
-    """Yield the objects and lists in a text, outer ones first."""
+def json_values(text: str) -> Iterator[tuple[Any, bool]]:
+    """Yield the objects and lists in a text, and whether a list holds them."""
     starts = [match.start() for match in re.finditer(r"[{\[]", text)][:200]
     for start in starts:
-        if start > starts[0] and text[:start].rstrip().endswith(("[", ",")):
-            continue  # a part of a list that was cut is not the answer
+        is_part = start > starts[0] and text[:start].rstrip().endswith(("[", ","))
         with suppress(ValueError, RecursionError):
-            yield json.JSONDecoder().raw_decode(text, start)[0]
+            yield json.JSONDecoder().raw_decode(text, start)[0], is_part
 
 
 # --- What may become a fact ---
@@ -1011,7 +1038,7 @@ def check_operation(
     The model knows the facts by their number in `shown`. The batch is oldest first.
 
     Raises:
-        RequestRefused: The rule of this name drops it.
+        Dropped: The rule of this name drops it.
     """
     if not isinstance(proposal, dict):
         return None
@@ -1023,23 +1050,23 @@ def check_operation(
     evidence = str(proposal.get("evidence") or "")
     quoted = [turn for turn in batch if is_said(evidence, turn["query"])]
     if not quoted:
-        raise RequestRefused("evidence")
+        raise Dropped("evidence")
     facts = {str(number): fact for number, fact in enumerate(shown)}
     fact = facts.get(str(proposal.get("id"))) if op != "add" else None
     if op == "delete":
         if not fact:
-            raise RequestRefused("unknown fact")
+            raise Dropped("unknown fact")
         return Operation(op, fact, "", "", 0, quoted[-1])
     if op not in ("add", "update"):
-        raise RequestRefused("operation")
+        raise Dropped("operation")
     importance = proposal.get("importance")
     importance = min(importance, 1.0) if isinstance(importance, int | float) else 0.5
     if not importance >= 0.2:  # or it is NaN
-        raise RequestRefused("importance")
+        raise Dropped("importance")
     if fact and text == fact["text"]:  # it would replace a delete of the fact
-        raise RequestRefused("unchanged")
+        raise Dropped("unchanged")
     if rule := forbidden(text):
-        raise RequestRefused(rule)
+        raise Dropped(rule)
     kind = "profile" if kind == "profile" else "episodic"
     op = "update" if fact else "add"
     return Operation(op, fact, text, kind, importance, quoted[-1])
@@ -1134,7 +1161,8 @@ class FactStore:
         if twin and twin["id"] != id:
             if twin["source"] != turn["id"]:  # one turn counts it only once
                 # Not through Mem0, because Mem0 would add a row of history.
-                again: Any = {**twin, **new, "frequency": twin["frequency"] + 1}
+                later = new if turn["ended_at"] >= twin["last_seen_at"] else {}
+                again: Any = {**twin, **later, "frequency": twin["frequency"] + 1}
                 self.facts[twin["id"]] = again
             if operation.op == "update":
                 self.mem0.delete(id)  # the updated fact would only repeat its twin
@@ -1262,7 +1290,7 @@ class Search:
         vectors = [user.vectors.get(id) for id in ids]
         ranked = await asyncio.to_thread(rank, query, texts, vector, vectors, loose)
         found: list[Fact] = [{**facts[n], "score": score} for n, score in ranked]
-        if self.rerank and found:
+        if self.rerank and found and not loose:
             work = rerank_best(self.rerank, query, found[: max(k, RERANKED)], k)
             best = await self.attempt("rerank", work, self.settings.rerank_timeout)
             found = best or found
@@ -1297,12 +1325,12 @@ class Search:
         if fits and not user.needs_vectors:
             return False
         user.needs_vectors = False
-        texts = {id: f["text"] for id, f in zip(self.vector_ids(facts), facts)}
-        missing = [id for id in texts if id not in user.vectors]
+        with_ids = zip(self.vector_ids(facts), facts)
+        missing = [fact for id, fact in with_ids if id not in user.vectors]
         some, prefix = missing[:100], self.settings.embedding_document_prefix
-        made = await self.vectors([prefix + texts[id] for id in some], None)
-        if made:
-            await user.add_vectors(dict(zip(some, made)))
+        made = await self.vectors([prefix + fact["text"] for fact in some], None)
+        if made:  # only now the model's name, which is in the ids, is surely known
+            await user.add_vectors(dict(zip(self.vector_ids(some), made)))
         user.needs_vectors |= bool(made) and len(some) < len(missing)
         return user.needs_vectors
 
@@ -1480,12 +1508,21 @@ def share_word(a: str, b: str) -> bool:
     return not word_set(a).isdisjoint(word_set(b))
 
 
-@functools.lru_cache(maxsize=4000)  # all facts are compared with each message
 def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text as they are compared.
+    """Return the words of a text as they are compared."""
+    # Facts are compared with each message, so their words are kept.
+    return fact_words(text) if len(text) <= MAX_FACT_CHARS else find_words(text)
 
-    Of a word the first four letters count, after a final s is cut. A word with a digit
-    counts whole.
+
+@functools.lru_cache(maxsize=4000)
+def fact_words(text: str) -> frozenset[str]:
+    return find_words(text)
+
+
+def find_words(text: str) -> frozenset[str]:
+    """Return the first four letters of each word, and whole words with digits.
+
+    A final s is cut first.
     """
     words = content_words(cut_middle(text, MAX_READ))
     return frozenset(
@@ -1536,7 +1573,7 @@ def one_line(text: Any) -> str:
 PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpwd?\b|kennwort
 |mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード
 |비밀번호|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
-TOKEN = r"\b(?:api[ _-]?key|(?:access|auth|secret|bearer)?[ _-]?(?:token|key))"
+TOKEN = r"\b(?:api[ _-]?key|(?:(?:access|auth|secret|bearer)[ _-]?)?(?:token|key))"
 # "… for my bank", or "of the user" in one word
 OWNER = r"""(?:\ (?:for|of|to|at|de|del|des|du|do|für|van)\b[^\n:=.,;]{0,40}?
 |\ (?:пользовател|użytkownik)\w+|\ لل\w+)?"""
@@ -1552,8 +1589,8 @@ SECRETS = {  # the tests have an example of each
     "password": rf"{PASSWORD}{OWNER}{IS_OR_COLON}\S*[^\s.,;!?][^\n.,;!?。，]*",
     "password, verb after it": r"(?:hasło(?:\ \w+)?\ to|पासवर्ड(?=\ \S+\ है))\ \S+",
     "token": rf"{TOKEN}{OWNER}{IS_OR_COLON}(?=\S*\d)[^\s,;。，]{{6,}}",
-    "PIN": rf"(?-i:\b(?:PIN|OTP|CVV|CVC|SSN|IBAN)(?:{IS_OR_COLON}|\s+)"
-    r"[A-Z]{0,2}\d[\d\ -]{2,})",
+    "PIN": rf"\b(?-i:PIN|OTP|CVV|CVC|SSN|IBAN)(?:{IS_OR_COLON}|\s+)"
+    r"(?-i:[A-Z]{0,2})\d[\d\ -]{2,}",
 }
 SECRET = re.compile("|".join(SECRETS.values()), re.IGNORECASE | re.VERBOSE)
 CARD = re.compile(r"(?<![A-Za-z\d.])[2-6２-６](?:[ -]?\d){12,18}(?![A-Za-z\d])")
@@ -1651,9 +1688,11 @@ def on_disk(
                     # Logged here, because a cancelled caller does not see it.
                     log.warning("the disk fails", exc_info=True)
                     if user.state == "loaded":
-                        user.state = "new"  # nobody knows what is in the files now
+                        # Nobody knows what is in the files now: the learner looks.
+                        user.state = "new"
+                        user.memory.learner.schedule(user.folder.name)
                     raise
-                finally:
+                finally:  # also after a load that found markers
                     if user.unlearned:
                         user.memory.learner.schedule(user.folder.name)
 
@@ -1850,6 +1889,7 @@ class User:
             return
         # A late turn must not bring a deleted user back.
         if self.state == "deleted" or not (self.name or self.folder.is_dir()):
+            self.unlearned, self.needs_vectors = [], False
             raise NotFound("user")
         if not self.folder.is_dir():
             self.folder.mkdir()
@@ -1974,7 +2014,7 @@ def read_conversations(folder: Path) -> list[Json]:
     """
     rows: list[Json] = []
     for id in session_ids(folder):
-        with suppress(OSError, ValueError):  # it was deleted, or is damaged
+        with suppress(OSError, ValueError, OverflowError):  # deleted, or damaged
             turns = parse_tables((folder / f"{id}.json").read_bytes())["turns"]
             rows.append({"id": "", "query": "", "response": ""})
             rows += [{**row, "id": f"{id}/{number}"} for number, row in turns.items()]

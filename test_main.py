@@ -688,6 +688,7 @@ def read_reply(parts):
     ("a tag letter by letter", reply(*"<think>Hm</think>\nHi"), "Hi", "Hm"),
     ("tags inside", reply("A ", "<think>", ".</think>"), "A <think>.</think>", ""),
     ("only its end", reply("2, 3.</th", "ink>", "\n\nFive."), "Five.", "2, 3."),
+    ("its end in a line", reply("2, 3.", "</think>", "Five."), "Five.", "2, 3."),
     ("its end, said", reply("End it by ", "`</think>`."), "End it by `</think>`.", ""),
     ("half a character", reply("Hi \ud83d", " there"), "Hi \ufffd there", ""),
 )
@@ -707,6 +708,7 @@ def test_text_and_thinking_are_told_apart(parts, answer, thinking):
     ("a null", [{"tool_calls": [None]}, call(0, "a", "add", SUM), "stop"], 1),
     ("all index 0", [*(call(0, id, "add", SUM) for id in "abc"), "stop"], 3),
     ("new ids", [call(0, "a", "add"), call(0, "b", None, SUM), "stop"], 1),
+    ("vLLM 0.8", [*(call(0, p, "add", p) for p in (SUM[:9], SUM[9:])), "stop"], 1),
 )
 def test_calls_are_put_together_from_their_pieces(parts, number):
     made = [each["function"] for each in read_reply(parts)[0]]
@@ -723,7 +725,6 @@ def test_calls_are_put_together_from_their_pieces(parts, number):
     ("CR LF", [(chunk(FOUR) + chunk("stop")).replace("\n", "\r\n").encode()]),
     ("no line's end", [FOUR, DONE.strip()]),
     ("no finish_reason", [FOUR, DONE]),
-    ("empty reason", [{"choices": [{"delta": FOUR, "finish_reason": ""}]}, DONE]),
     ("[DONE], then silence", [FOUR, DONE, PAUSE]),
     ("broken after its end", [FOUR, chunk("stop").encode(), b"data: {\n\n"]),
     ("a split character", [b'data: {"a":"\xf0\x9f', b'\x98\x80"}\n\n', FOUR, "stop"]),
@@ -754,7 +755,6 @@ def test_an_answer_is_read_whatever_its_framing(chat, model, parts):
     ("says nothing", Response("", 400, None, "text/html"), "upstream_rejected", 400),
     ("OpenAI's context", fails(400, "maximum context length"), "context_too_long", 400),
     ("sends an error", [{"error": {"message": "no"}}], "upstream_unavailable", 503),
-    ("in a choice", [{"choices": [{"error": "no"}]}], "upstream_unavailable", 503),
     ("reports it as JSON", fails(200), "upstream_unavailable", 503),
     ("sends no JSON", [b"data: {\n\n"], "upstream_unavailable", 503),
 )
@@ -934,6 +934,8 @@ def test_each_call_of_a_turn_has_an_id_of_its_own(chat, model):
     ("wrong argument", "calculate", '{"sum": 1}', {"sum": 1}, "sum"),
     ("it fails", "calculate", '{"expression": "1/0"}', {"expression": "1/0"}, "Error"),
     ("no JSON", "calculate", '{"expression": "1+', {}, "JSON"),
+    ("too deep", "calculate", '{"a":%s1%s}' % ("[" * 197, "]" * 197), {}, "JSON"),
+    ("half a character", "\ud83d", "{}", {}, "there is no tool"),
     ("another user", "fetch_memory", '{"user_id": 1}', {"user_id": 1}, "user_id"),
 )
 def test_a_wrong_call_is_an_error_text(chat, model, name, arguments, goes_back, error):
@@ -1358,6 +1360,7 @@ async def test_one_call_learns_at_most_eight_turns_and_in_order(opened, learner)
     ("only its end", 'Hm, {"a": 1}</think>{"operations": [{"op": "add"}]}', 1),
     ("one in place of the list", '{"operations": {"op": "add"}}', 1),
     ("an operation alone", '{"op": "add"}', 1),
+    ("in a list", '[{"operations": [{"op": "add"}]}]', 1),
     ("a list alone", '[{"op": "add"}, {"op": "add"}]', 2),
     ("no JSON", "I cannot do that", None),
     ("no operations", '{"facts": []}', None),
@@ -1535,6 +1538,7 @@ RULES = {  # texts, by the rule that keeps them from becoming a fact
     "length": ["!", "é" * 161],
     "secret": [
         "User's PIN is 1984",
+        "USER'S PIN IS 1984",
         "User's IBAN is DE89 3704 0044 0532 0130 00",
         "User's api key is abcdef123456",
         "Das Passwort des Nutzers lautet Sommer2026!",
@@ -1603,8 +1607,8 @@ def test_no_pattern_is_slow(piece):
 )
 async def test_an_operation_against_a_rule_is_dropped_alone(opened, learner, operation):
     passing = add("A question.", "I like tea", kind=None)  # it tells nothing lasting
-    learner.operations = [[operation, add("Drinks tea.", "I like tea"), operation]]
-    learner.operations[0].append(passing)
+    another, tea = operation | {"note": 2}, add("Drinks tea.", "I like tea")
+    learner.operations = [[operation, tea, another, another, passing]]
     known = await say_and_learn(opened, "I like tea. My PIN is 4711.")
     assert known == ["Drinks tea."]
     assert (opened.learner.dropped, opened.learner.given_up) == (2, 0)
@@ -1710,7 +1714,6 @@ async def test_delete_and_update_are_one(opened, learner, fact, query, text, kno
     "asked, message, fact",  # what the assistant asked before, if it did
     ("digits", None, "I have two kids", "User has 2 children."),
     ("a city in full", None, "Moved to LA", "User lives in Los Angeles."),
-    ("a synonym", None, "My kitties are hungry", "User has cats."),
     ("German", None, "Ich fahre mit dem Rad zur Arbeit", "User cycles to work."),
     ("Russian", None, "Я работаю учителем", "User works as a teacher."),
     ("Hindi", None, "मैं वकील हूँ", "User is a lawyer."),
@@ -1718,7 +1721,6 @@ async def test_delete_and_update_are_one(opened, learner, fact, query, text, kno
     ("English, in Chinese", None, "I live in Beijing", "用户住在北京。"),
     ("yes", "Are you vegetarian?", "Yes", "User is vegetarian."),
     ("none", "Do you have any allergies?", "No, none", "User has no allergies."),
-    ("the second one", "Vim or Emacs?", "the second one", "User uses Emacs."),
     ("not any more", "Are you married?", "Not any more", "User is divorced."),
 )
 async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message, fact):
@@ -1737,7 +1739,6 @@ async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message,
     ("another language", "Lives with Eva.", "Hm.", "Eva y yo lo dejamos", None),
     ("a value", "Has 2 kids.", "Hm.", "our third was born!", "Has 3 kids."),
     ("a place", "Lives in LA.", "Moving?", "Yes, to SF", "In San Francisco."),
-    ("in Polish", "Mieszka w Gdyni.", "Hm.", "już w Łodzi", "Żyje w Łodzi."),
     ("an accent", "Is called Zoe.", "Zoe?", "Zoë, with dots", "Is called Zoë."),
 )
 async def test_a_true_change_is_made(opened, learner, fact, asked, message, text):
@@ -2068,7 +2069,6 @@ async def test_a_folder_of_the_version_before_is_read_and_goes_on(learner, tmp_p
     "damage",  # turns the content of a file into another
     ("cut", lambda content: content[:-20]),
     ("a wrong byte", lambda content: content[:-40] + b"~" + content[-39:]),
-    ("null", lambda content: b"null"),
     ("another shape", lambda content: b'{"turns": {"1": null}, "facts": 1}'),
     ("wrong numbers", lambda content: content.replace(b'"turn":', b'"turn":1')),
     ("odd history", lambda content: content.replace(b'"event"', b'"events"')),

@@ -73,7 +73,11 @@ async def call_tool(
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
         return True, bounded(result)
-    except (Exception, SystemExit) as error:  # a tool is other people's code
+    # A tool is other people's code.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if task and task.cancelling():  # the turn was cancelled, and not only the tool
+            raise
         reason = str(error) or type(error).__name__
         if deadline.expired():  # any other TimeoutError is the tool's own
             reason = f"{name} took longer than {timeout:g} s."
