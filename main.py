@@ -118,7 +118,7 @@ class Settings(memory.Settings):
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # for `[DONE]`; it ends a reply
 Events = list[tuple[str, str]]  # what a chunk adds: the type and the text of each
-PURPOSES = re.compile("embed|rerank")  # in names of models; none of them: chat
+PURPOSES = re.compile("embed|rerank")  # in model names; a chat model has neither
 
 
 class Endpoint:
@@ -146,7 +146,7 @@ class Endpoint:
     async def stream(
         self, body: Json, reply: "ReplyParser", max_retries: int = 1
     ) -> AsyncGenerator[tuple[Json, Events], None]:
-        """Yield each chunk of a reply, and {} at its end, with their events."""
+        """Yield the chunks of a reply, then {}, each with its events."""
         raw: Any = {"stream": True, "stream_cls": openai.AsyncStream[object]}
         # With n > 1 the parser sees only the first choice, so others may be incomplete.
         with endpoint_errors(reply if body.get("n") in (None, 1) else None):
@@ -262,7 +262,7 @@ def parse_line(line: bytes | bytearray) -> Json | None:
     return None
 
 
-FAILURES = {  # code: the status if nothing was sent yet, and what a client is told
+FAILURES = {  # code: the status if nothing was sent yet, and what the client gets
     "upstream_rejected": (502, "The model's endpoint refused the request."),
     "upstream_unavailable": (503, "The model gave no answer."),
     "upstream_timeout": (504, "The model's endpoint took too long."),
@@ -275,7 +275,7 @@ TOO_LONG = re.compile(
     "context.(length|window|size)|(prompt|input|request).*too long|"
     "(prompt|model) length|token limit"
 )
-# They concern the service's own key, address or time-out, and not the client's.
+# These statuses concern the service's own key, address or time-out, not the client's.
 NOT_PASSED_ON = (401, 403, 404, 408)
 
 
@@ -316,7 +316,7 @@ def status_failure(error: openai.APIStatusError) -> Failure:
     status, response, code = error.status_code, error.response, "upstream_rejected"
     if status == 408:
         code = "upstream_timeout"
-    elif status == 429 or status >= 500:  # they may say "took too long"
+    elif status == 429 or status >= 500:  # first, because a 429 may say "token limit"
         code = "upstream_unavailable"
     elif TOO_LONG.search(str(error.body).lower()):
         code = "context_too_long"
@@ -375,10 +375,10 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class TurnResponse(StreamingResponse):
-    """A response whose turn, a task, puts events on a queue.
+    """A response that runs a turn, and streams its events.
 
-    AgentRun (/chat) and Relay (/v1) have the methods `answer` and `last_event`, which
-    follows after the turn is saved or has failed.
+    AgentRun (/chat) and Relay (/v1) define `answer` and `last_event`. The last event
+    is made after the turn was saved or has failed.
     """
 
     answer: Callable[[Turn | None], Any]
@@ -398,7 +398,7 @@ class TurnResponse(StreamingResponse):
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(64)
 
     async def stream_response(self, send: Send) -> None:
-        """Run the turn, and send what it puts until nobody reads."""
+        """Run the turn, and send its events until nobody reads."""
         self.task = asyncio.create_task(self.run())
         self.service.running.add(self.task)
         self.task.add_done_callback(self.wake_up)
@@ -426,7 +426,7 @@ class TurnResponse(StreamingResponse):
             self.queue.put_nowait(b"")  # else `events` would wait for a ping
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield what the turn puts, then its end, with pings between."""
+        """Yield the turn's events, pings in a silence, and its last event."""
         while not (self.task.done() and self.queue.empty()):
             try:
                 async with asyncio.timeout(self.service.settings.ping_after):
@@ -472,7 +472,7 @@ class TurnResponse(StreamingResponse):
                     self.turn_number = turn.number
 
     def is_turn(self) -> bool:
-        """Tell whether this is a turn, so that it is saved."""
+        """Return whether this is a turn, so that it is saved."""
         return True
 
 
@@ -589,7 +589,8 @@ class AgentRun(TurnResponse):
             if not call["id"] or call["id"] in self.call_ids:
                 call["id"] = uuid.uuid4().hex[:9]  # Mistral's templates want 9 letters
             self.call_ids.add(call["id"])
-        # Before `take_back` empties the text. `run_call` corrects the calls themselves.
+        # Now, because `take_back` empties the text. The calls follow below, because
+        # `run_call` corrects their arguments.
         message = {"role": "assistant", "content": self.reply.text or None}
         if reasoning := self.reply.reasoning_content:
             message["reasoning_content"] = reasoning
@@ -638,8 +639,8 @@ class AgentRun(TurnResponse):
         if failure := self.failure:
             return to_line("error", code=failure.code, message=failure.detail)
         reason, rounds = self.reply.finish_reason, self.row["rounds"]
-        # Servers send any of these at a normal end. In the last of several rounds we
-        # forbid tools, so that end is ours.
+        # Servers end a normal reply with any of these. The last of several rounds may
+        # end so because tools were forbidden.
         if reason in ("stop", "tool_calls", "function_call"):
             is_forced = rounds == self.service.settings.max_rounds > 1
             reason = "max_rounds" if is_forced else "stop"
@@ -731,10 +732,10 @@ class ReplyParser:
         return events
 
     def ends_thinking(self, after: str) -> bool:
-        """Tell whether a </think> is a tag, and not only mentioned.
+        """Return whether a </think> is a tag, and not only mentioned.
 
-        Some templates put <think> into the prompt, so that only </think> comes. Then all
-        text before it was thinking.
+        Some templates put <think> into the prompt, so that only </think> comes. Then
+        all text before it was thinking.
         """
         if self.is_thinking is not None:
             return self.is_thinking or not self.text
@@ -762,12 +763,6 @@ class ReplyParser:
             key = by_id.get(id, id) if id else last
         new = piece.get("function") or {}
         name, arguments = clean(new.get("name") or ""), new.get("arguments") or ""
-        before = self.call_by_key.get(key)
-        # Gemini sends several calls with index 0, each whole. But vLLM 0.8 sends each
-        # piece of one call with another id.
-        has_another_id = before and id and before["id"] not in ("", id)
-        if before and has_another_id and arguments and is_whole(before):
-            self.call_by_key[before["id"]] = self.call_by_key.pop(key)
         function: Json = {"name": "", "arguments": ""}
         empty = {"id": "", "type": "function", "function": function}
         call = self.call_by_key.setdefault(key, empty)
@@ -779,12 +774,6 @@ class ReplyParser:
         # Gemini requires its `extra_content` back.
         more = piece.keys() - call.keys() - {"index"}
         call |= {name: piece[name] for name in more}
-
-
-def is_whole(call: Any) -> bool:
-    """Return whether all pieces of a call's arguments have come."""
-    text = call["function"]["arguments"]
-    return bool(text) and parse_arguments(text) is not None
 
 
 def text_of(message: Json, between: str = "\n") -> str:
@@ -825,13 +814,17 @@ class Service:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.running: set[asyncio.Task[None]] = set()
-        self.has_learned = False  # Has a learning call succeeded?
+        self.has_learned = False  # whether a learning call has succeeded
         url, key = settings.openai_base_url, settings.openai_api_key
         self.is_configured = bool(url or key)
         model = settings.chat_model or ("gpt-4.1-mini" if is_openai(url) else "")
         self.chat = Endpoint(url, key, model, settings.upstream_timeout)
         self.embedder = embedding_endpoint(settings)
-        self.reranker = rerank_endpoint(settings)
+        self.reranker = None
+        if url := settings.rerank_base_url:
+            key, model = settings.rerank_api_key, settings.rerank_model
+            timeout = settings.upstream_timeout
+            self.reranker = Endpoint(url, key, model, timeout, "rerank")
         self.memory = Memory(
             settings.data_dir,
             self.complete,
@@ -934,14 +927,6 @@ def embedding_endpoint(settings: Settings) -> Endpoint | None:
     if not settings.embedding_base_url and not (model and (url or key)):
         return None
     return Endpoint(url, key, model, settings.upstream_timeout, "embed")
-
-
-def rerank_endpoint(settings: Settings) -> Endpoint | None:
-    """Return the reranker's endpoint, if there is one."""
-    if not (url := settings.rerank_base_url):
-        return None
-    key, model = settings.rerank_api_key, settings.rerank_model
-    return Endpoint(url, key, model, settings.upstream_timeout, "rerank")
 
 
 def is_openai(url: HttpUrl | None) -> bool:
@@ -1113,7 +1098,7 @@ class Relay(TurnResponse):
         if turn:
             await self.add_hints(turn)
         extra = with_extra({}, self.service.settings.chat_extra_body)
-        body = extra | self.request  # what the client says wins
+        body = extra | self.request  # the client's fields win
         stream = self.service.chat.stream(body, self.reply, max_retries=0)
         async with aclosing(stream) as chunks:
             async for chunk, _ in chunks:
@@ -1139,7 +1124,7 @@ class Relay(TurnResponse):
 
     def is_turn(self) -> bool:
         # If the client has to run tools, its next request completes this turn.
-        # Older ones run functions, which have no `tool_calls`.
+        # Older clients use `function_call`, which is not in `tool_calls`.
         is_call = self.reply.calls or self.reply.finish_reason == "function_call"
         return bool(self.reply.text) and not is_call
 

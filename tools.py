@@ -23,7 +23,8 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
-# Not asyncio's own pool, which looks up host names: tools that hang would fill it.
+# A pool of their own, because tools that hang would fill asyncio's, which also looks up
+# host names.
 THREADS = ThreadPoolExecutor(64, "tool")
 
 # --- Registry ---
@@ -73,11 +74,7 @@ async def call_tool(
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
         return True, bounded(result)
-    # A tool is other people's code.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if task and task.cancelling():  # the turn was cancelled, and not only the tool
-            raise
+    except (Exception, SystemExit) as error:  # a tool is other people's code
         reason = str(error) or type(error).__name__
         if deadline.expired():  # any other TimeoutError is the tool's own
             reason = f"{name} took longer than {timeout:g} s."
