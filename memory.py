@@ -451,7 +451,7 @@ class Turn:
         new = [query for query in queries if query and query not in shown]
         # one_line is slow, so it gets only the bytes that can hold these characters.
         texts = (cut_redacted(query, 2000) for query in new[:JUST_SAID_MESSAGES])
-        # `count_tokens` adds 1. 7 bytes hold the mark of `cut_middle`, and one each side.
+        # `count_tokens` adds 1. 7 bytes: the mark of `cut_middle`, one on each side.
         max_bytes = max(7, BYTES_PER_TOKEN * budget - 1)
         lines = [one_line(text)[:JUST_SAID_CHARS] for text in texts]
         return fit_budget([cut_middle(line, max_bytes) for line in lines], budget, str)
