@@ -326,8 +326,8 @@ def status_failure(error: openai.APIStatusError) -> Failure:
     if status >= 400 and status not in NOT_PASSED_ON:
         failure.status_code = status
         failure.upstream_body = without_key(response.text, key)
-        kept = {"retry-after"} | ({"content-type"} if failure.upstream_body else set())
-        kept &= response.headers.keys()
+        names = ["retry-after"] + ["content-type"] * bool(failure.upstream_body)
+        kept = [name for name in names if name in response.headers]
         failure.headers = {name: response.headers[name] for name in kept}
     return failure
 
@@ -702,6 +702,7 @@ class ReplyParser:
         reasoning = clean(delta.get("reasoning_content") or "")
         self.reasoning_content += reasoning
         if thinking := reasoning or clean(delta.get("reasoning") or ""):
+            # The thinking has a field of its own, so the text holds none.
             self.is_thinking = bool(self.is_thinking)
             events.append(("thinking", thinking))
         # A refusal has a field of its own, but is an answer.
