@@ -989,6 +989,7 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """
     # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
     # put it. A text that begins with JSON is no thought.
+    parts: list[Any] = []  # operations of a list that was cut, or is not valid
     for value, is_part in json_values(re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)):
         if isinstance(value, dict) and key in value:
             value = value[key]
@@ -996,9 +997,12 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
                 return value
         operations = value if isinstance(value, list) else [value]
         are_operations = [isinstance(one, dict) and "op" in one for one in operations]
-        # A part of a list may be all that is left of one that was cut.
-        if expected_type is list and not is_part and operations and all(are_operations):
-            return operations
+        if expected_type is list and operations and all(are_operations):
+            if not is_part:
+                return operations
+            parts += operations
+    if parts:
+        return parts
     raise RequestRefused(f"no {key} in the model's answer")
 
 

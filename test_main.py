@@ -1364,7 +1364,8 @@ async def test_one_call_learns_at_most_eight_turns_and_in_order(opened, learner)
     ("no JSON", "I cannot do that", None),
     ("no operations", '{"facts": []}', None),
     ("no list of them", '{"operations": "none"}', None),
-    ("cut at its length", '{"operations": [{"op": "add"}, {"op": "add"}, {"te', None),
+    ("cut", '{"operations": [{"op": "add"}, {"op": "add"}, {"te', 2),
+    ("a comma too many", '{"operations": [{"op": "add"},]}', 1),
     ("nested for ever", "[" * 100_000, None),
 )
 def test_operations_are_found_in_an_answer(answer, number):
