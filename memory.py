@@ -989,8 +989,9 @@ def parse_answer(text: str, key: str, expected_type: Any) -> Any:
     """
     # Drop a thought up to </think>. Its <think> may be in the prompt, where a template
     # put it. A text that begins with JSON is no thought.
+    text = re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)
     parts: list[Any] = []  # operations of a list that was cut, or is not valid
-    for value, is_part in json_values(re.sub(r"(?s)^\s*[^\s{[].*</think>", "", text)):
+    for value, is_part in json_values(text):
         if isinstance(value, dict) and key in value:
             value = value[key]
             if isinstance(value, expected_type):
