@@ -2191,7 +2191,7 @@ async def test_a_user_whose_turn_runs_is_never_there_twice(opened, monkeypatch):
     monkeypatch.setattr(memory, "USERS_IN_MEMORY", 2)
     async with opened.turn("ann", MONDAY) as turn:
         for n in range(5):
-            await say_and_learn(opened, "Hi!", user=f"user{n}")
+            await say(opened, "Hi!", user=f"user{n}")
         assert opened.user("ann") is turn.user
         await say(opened, "I ski", session=TUESDAY)
         await turn.save("I swim", "Noted.")
