@@ -240,6 +240,8 @@ async def read_chunks(content: AsyncIterator[bytes]) -> AsyncGenerator[Json, Non
     last = parse_line(rest)  # its end of line may be missing
     if not (last or found):
         last = parse_line(b"data:" + body.removeprefix(b"\xef\xbb\xbf"))
+        if last and "choices" not in last:
+            last = {"error": last}
     if last:
         yield last
 
@@ -357,8 +359,11 @@ def error_sentence(error: Any, key: str = "EMPTY") -> str:
 
 def without_key(text: str, key: str) -> str:
     """Return a text without the service's key."""
-    # A shorter one, such as EMPTY, is no secret, and may be a word of the text.
-    return text.replace(key, "[removed]") if len(key) > 6 else text
+    if key == "EMPTY":  # it stands for no key
+        return text
+    # A short one, such as "none" or "ollama", may be a part of a word.
+    pattern = re.escape(key) if len(key) > 6 else rf"(?<!\w){re.escape(key)}(?!\w)"
+    return re.sub(pattern, "[removed]", text)
 
 
 # --- The agent loop ---

@@ -644,7 +644,8 @@ class Learner:
         await user.load()
         if not user.unlearned:
             more = await self.memory.search.embed_facts(user)
-            return more or bool(user.unlearned)  # while the user is surely in memory
+            # "new": a write failed meanwhile, so the files are to be read again.
+            return more or bool(user.unlearned) or user.state == "new"
         batch = self.next_batch(user.unlearned, failures)
         first = str(batch[0]["id"])
         try:
@@ -1011,7 +1012,7 @@ def json_values(text: str) -> Iterator[tuple[Any, bool]]:
     """Yield the JSON in a text, and whether a list holds it."""
     starts = [match.start() for match in re.finditer(r"[{\[]", text)][:200]
     for start in starts:
-        is_part = start > starts[0] and text[:start].rstrip().endswith(("[", ","))
+        is_part = start > starts[0] and text[:start].rstrip().endswith(("[", ",", "}"))
         with suppress(ValueError, RecursionError):
             yield json.JSONDecoder().raw_decode(text, start)[0], is_part
 
@@ -1295,13 +1296,14 @@ class Search:
         facts = await asyncio.to_thread(current_facts, user.record)
         if not facts or not query:
             return []
+        text = self.settings.embedding_query_prefix + query
+        made = await self.vectors([text], self.settings.embedding_timeout)
+        vector = made[0] if made else None
+        # Only now the model's name, which is in the ids, is surely known.
         ids, texts = self.vector_ids(facts), [fact["text"] for fact in facts]
         if self.embed and not user.vectors.keys() >= {*ids}:
             user.needs_vectors = True
             self.memory.learner.schedule(user.folder.name)
-        text = self.settings.embedding_query_prefix + query
-        made = await self.vectors([text], self.settings.embedding_timeout)
-        vector = made[0] if made else None
         vectors = [user.vectors.get(id) for id in ids]
         ranked = await asyncio.to_thread(rank, query, texts, vector, vectors, loose)
         found: list[Fact] = [{**facts[n], "score": score} for n, score in ranked]
@@ -1584,7 +1586,7 @@ def one_line(text: Any) -> str:
 PASSWORD = r"""(?:pass(?:word|phrase|code|wd|wort)s?|\bpwd?\b|kennwort
 |mot\ de\ passe|contraseña|senha|wachtwoord|hasło|парол\w*|şifre\w*|密[码碼]|パスワード
 |비밀번호|पासवर्ड|كلمة\ (?:السر|المرور)\w*)"""
-TOKEN = r"\b(?:api[ _-]?key|(?:(?:access|auth|secret|bearer)[ _-]?)?(?:token|key))"
+TOKEN = r"\b_?(?:api[ _-]?key|(?:(?:access|auth|secret|bearer)[ _-]?)?(?:token|key))"
 # "… for my bank", or "of the user" in one word
 OWNER = r"""(?:\ (?:for|of|to|at|de|del|des|du|do|für|van)\b[^\n:=.,;]{0,40}?
 |\ (?:пользовател|użytkownik)\w+|\ لل\w+)?"""

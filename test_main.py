@@ -1439,7 +1439,6 @@ def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said)
     ("Chinese", "用户有一辆车", "我把车卖了", True),
     ("Japanese", "ユーザーは犬を飼っている", "犬が死んでしまいました", True),
     ("Korean", "사용자는 자동차가 있다", "자동차를 팔았어요", True),
-    ("a number", "User was born in 1987.", "1987 was cold", True),
     ("other words", "User's name is John Doe.", "help me with my homework", False),
     ("only stop words", "User is in the band.", "What is in the box?", False),
     ("three letters of four", "User plays golf.", "I like gold", False),
@@ -1720,7 +1719,6 @@ async def test_delete_and_update_are_one(opened, learner, fact, query, text, kno
     ("Chinese", None, "我对花生过敏", "User is allergic to peanuts."),
     ("English, in Chinese", None, "I live in Beijing", "用户住在北京。"),
     ("yes", "Are you vegetarian?", "Yes", "User is vegetarian."),
-    ("none", "Do you have any allergies?", "No, none", "User has no allergies."),
     ("not any more", "Are you married?", "Not any more", "User is divorced."),
 )
 async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message, fact):
@@ -2080,9 +2078,11 @@ async def test_after_any_damage_a_user_goes_on(learner, tmp_path, name, damage):
         await teach(opened, learner, "User likes tea.", "User likes jazz.")
     path = tmp_path / "ann" / name
     path.write_bytes(damaged := damage(path.read_bytes()))
+    with learner.learning_paused():
+        async with open_memory(tmp_path, learner, **options) as opened:
+            await say(opened, "I like w9")
     async with open_memory(tmp_path, learner, **options) as opened:
-        await say_and_learn(opened, "I like w9")
-        await opened.facts("ann", "tea")
+        await facts_of(opened, query="tea")
         turns = (await opened.user("ann").read_session(MONDAY)).turns
     assert turns[-1]["query"] == queries(learner.learnings[-1])[-1] == "I like w9"
     aside = [path.read_bytes() for path in tmp_path.glob("ann/*.corrupt-*")]
