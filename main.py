@@ -118,6 +118,7 @@ class Settings(memory.Settings):
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE: Json = {"choices": [{"finish_reason": "stop"}]}  # for `[DONE]`; it ends a reply
 Events = list[tuple[str, str]]  # what a chunk adds: the type and the text of each
+NO_KEY = "EMPTY"  # openai wants a key, and vLLM's documentation uses this one
 PURPOSES = re.compile("embed|rerank")  # in model names; a chat model has neither
 
 
@@ -137,7 +138,7 @@ class Endpoint:
         self.contexts: dict[str, int] = {}  # in tokens, by listed model
         self.timeout = timeout
         self.client = openai.AsyncOpenAI(
-            api_key=key or "EMPTY",
+            api_key=key or NO_KEY,
             base_url=str(url or "https://api.openai.com/v1").rstrip("/"),
             # A redirect would carry prompts elsewhere.
             http_client=openai.DefaultAioHttpClient(follow_redirects=False),
@@ -346,7 +347,7 @@ def first_choice(answer: Json) -> Json:
     return choice
 
 
-def error_sentence(error: Any, key: str = "EMPTY") -> str:
+def error_sentence(error: Any, key: str = NO_KEY) -> str:
     """Return an endpoint's own sentence about an error, without markup and keys."""
     while isinstance(error, dict | list):
         if isinstance(error, dict):
@@ -359,7 +360,7 @@ def error_sentence(error: Any, key: str = "EMPTY") -> str:
 
 def without_key(text: str, key: str) -> str:
     """Return a text without the service's key."""
-    if key == "EMPTY":  # it stands for no key
+    if key == NO_KEY:
         return text
     # A short one, such as "none" or "ollama", may be a part of a word.
     pattern = re.escape(key) if len(key) > 6 else rf"(?<!\w){re.escape(key)}(?!\w)"

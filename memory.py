@@ -678,11 +678,11 @@ class Learner:
         return fit or batch[:1]
 
     async def ask_operations(
-        self, user: "User", batch: list[TurnRow], failures: int
+        self, user: "User", batch: list[TurnRow], halvings: int
     ) -> list["Operation"]:
         """Return the changes that the model finds and the checks pass."""
         # Each failure halves the request.
-        budget = int(self.memory.limits().context_tokens * REQUEST_SHARE) >> failures
+        budget = int(self.memory.limits().context_tokens * REQUEST_SHARE) >> halvings
         prompt = learning_prompt(int(budget * EXAMPLES_SHARE))
         budget -= prompt_tokens(prompt)
         shown = await self.facts_to_show(user, batch, int(budget * FACTS_SHARE))
@@ -1172,15 +1172,16 @@ class FactStore:
             return
         text, turn = operation.text, operation.turn
         new: Json = {"source": turn["id"], "last_seen_at": turn["ended_at"]}
-        twin = find_duplicate(self.facts, text)
-        if twin and twin["id"] != id:
-            if twin["source"] != turn["id"]:  # one turn counts it only once
+        duplicate = find_duplicate(self.facts, text)
+        if duplicate and duplicate["id"] != id:
+            if duplicate["source"] != turn["id"]:  # one turn counts it only once
                 # Not through Mem0, because Mem0 would add a row of history.
-                later = new if turn["ended_at"] >= twin["last_seen_at"] else {}
-                again: Any = {**twin, **later, "frequency": twin["frequency"] + 1}
-                self.facts[twin["id"]] = again
+                later = new if turn["ended_at"] >= duplicate["last_seen_at"] else {}
+                count = {"frequency": duplicate["frequency"] + 1}
+                again: Any = {**duplicate, **later, **count}
+                self.facts[duplicate["id"]] = again
             if operation.op == "update":
-                self.mem0.delete(id)  # the updated fact would only repeat its twin
+                self.mem0.delete(id)  # the updated fact would only repeat its duplicate
             return
         new |= {"kind": operation.kind, "importance": operation.importance}
         if operation.op == "update":
@@ -1249,8 +1250,10 @@ def current_facts(record: "Record") -> list[Fact]:
 def find_duplicate(facts: dict[str, Fact], text: str) -> Fact | None:
     """Return the fact with the same letters and digits, if any."""
     same = alphanumerics(text)
-    twins = (fact for fact in facts.values() if alphanumerics(fact["text"]) == same)
-    return next(twins, None)
+    duplicates = (
+        fact for fact in facts.values() if alphanumerics(fact["text"]) == same
+    )
+    return next(duplicates, None)
 
 
 # --- Search ---
@@ -1263,7 +1266,7 @@ ALL_WORDS = 6.0  # evidence of a text that has all words of the query
 MAX_QUERY = 2000  # bytes of a query whose words are searched, from its two ends
 NEIGHBOUR_SHARE = 0.7  # of a word that only the message before or after has
 COSINE = faiss.METRIC_INNER_PRODUCT  # of vectors of length 1
-FEW = 8  # texts; of fewer, a deviation says nothing
+MIN_TEXTS = 8  # texts; of fewer, a deviation says nothing
 # `chance` is what the best of n texts reaches without being relevant (see `rank`).
 MIN_BEST_SHARE = 0.7  # of `chance`: if the best has less, nothing is relevant
 MIN_SHARE = 0.3  # of `chance`: a text that has less is not relevant
@@ -1297,7 +1300,7 @@ class Search:
         if not facts or not query:
             return []
         text = self.settings.embedding_query_prefix + query
-        made = await self.vectors([text], self.settings.embedding_timeout)
+        made = await self.embed_documents([text], self.settings.embedding_timeout)
         vector = made[0] if made else None
         # Only now the model's name, which is in the ids, is surely known.
         ids, texts = self.vector_ids(facts), [fact["text"] for fact in facts]
@@ -1328,7 +1331,7 @@ class Search:
         evidence = ALL_WORDS * shares[best]
         # Longer than before a first token, because it is a tool call.
         timeout = 5 * self.settings.embedding_timeout
-        if vectors := await self.vectors(documents, timeout):
+        if vectors := await self.embed_documents(documents, timeout):
             evidence += meaning(vectors[0], vectors[1:])
         return [best[n] for n in best_first(evidence)]
 
@@ -1345,7 +1348,9 @@ class Search:
         with_ids = zip(self.vector_ids(facts), facts)
         missing = [fact for id, fact in with_ids if id not in user.vectors]
         some, prefix = missing[:100], self.settings.embedding_document_prefix
-        made = await self.vectors([prefix + fact["text"] for fact in some], None)
+        made = await self.embed_documents(
+            [prefix + fact["text"] for fact in some], None
+        )
         if made:  # only now the model's name, which is in the ids, is surely known
             await user.add_vectors(dict(zip(self.vector_ids(some), made)))
         # |=, because a search may have asked for vectors meanwhile.
@@ -1358,7 +1363,7 @@ class Search:
         model = f"{self.memory.limits().embedding_model}\0{prefix}"
         return [vector_id(model, fact["text"]) for fact in facts]
 
-    async def vectors(
+    async def embed_documents(
         self, documents: list[str], timeout: float | None
     ) -> list[Vector]:
         """Return a vector per document, or nothing if that fails."""
@@ -1430,11 +1435,11 @@ def meaning(query: Vector | None, vectors: Sequence[Vector | None]) -> np.ndarra
 
         (cosine - mean of all cosines) / deviation of the cosines between the texts
 
-    A text without a vector has 0. All have 0 if fewer than FEW have a vector.
+    A text without a vector has 0. All have 0 if fewer than MIN_TEXTS have a vector.
     """
     scores = np.zeros(len(vectors))
     known = {n: vector for n, vector in enumerate(vectors) if vector is not None}
-    if query is None or len(known) < FEW:
+    if query is None or len(known) < MIN_TEXTS:
         return scores
     matrix = np.stack([*known.values()])
     # How much the texts differ from each other: the cosines of the first and the last,
@@ -1458,12 +1463,12 @@ def rank(
 ) -> list[tuple[int, float]]:
     """Return the places of relevant texts, with scores from 0 to 1.
 
-    The best of n texts reaches sqrt(2 ln n) deviations by chance. Below FEW texts, each
+    The best of n texts reaches sqrt(2 ln n) deviations by chance. Below MIN_TEXTS texts, each
     that has a vector or a word of the query is relevant.
     """
     evidence = meaning(vector, vectors) + ALL_WORDS * word_shares(query, texts)
     chance, best = math.sqrt(2 * math.log(max(len(texts), 2))), evidence.max()
-    if len(texts) < FEW:
+    if len(texts) < MIN_TEXTS:
         is_relevant = (evidence > 0) | [known is not None for known in vectors]
     elif best < MIN_BEST_SHARE * chance:
         is_relevant = np.zeros(len(texts), bool)
@@ -1662,10 +1667,10 @@ class Tables(TypedDict):
     summary: NotRequired[dict[str, SummaryRow]]  # one
 
 
-EMPTY = Record("", {}, {}, [])
+NEW_RECORD = Record("", {}, {}, [])
 RECORD = TypeAdapter(Record)  # these adapters check what files hold
 TABLES = TypeAdapter(Tables)
-ANY = TypeAdapter(Any)
+ANY_JSON = TypeAdapter(Any)
 
 
 class Transcript(NamedTuple):
@@ -1738,7 +1743,7 @@ class User:
         self.memory, self.folder, self.lock = memory, folder, asyncio.Lock()
         self.session_locks = WeakValueDictionary[str, asyncio.Lock]()
         self.name = ""  # set by a turn, which is what may make the folder
-        self.record = EMPTY
+        self.record = NEW_RECORD
         self.unlearned: list[TurnRow] = []  # of all sessions, oldest first
         self.vectors: Vectors = {}  # of facts
         self.needs_vectors = False  # a search wanted some that are missing
@@ -1764,7 +1769,7 @@ class User:
     def append(self, session_id: str, row: Json, last: TurnRow | None) -> None:
         """Save a turn at the end of its session."""
         # A row that could not be read again, such as one too deep, is a ValueError.
-        TABLES.validate_json(ANY.dump_json({"turns": {"1": row}}))
+        TABLES.validate_json(ANY_JSON.dump_json({"turns": {"1": row}}))
         if last:  # whatever the clock does, a session's turns stay in order
             row = row | {"ended_at": max(row["ended_at"], last["ended_at"])}
         # The marker comes first, because a turn without one is never learned. `insert`
@@ -1914,7 +1919,7 @@ class User:
             # order, no turn would wait to be learned, and the facts would stay lost.
             for id in session_ids(self.folder):
                 (self.folder / f"{id}.unlearned").touch()
-            self._write(EMPTY)
+            self._write(NEW_RECORD)
             record = self.record
         unlearned = []
         for marker in self.folder.glob("*.unlearned"):
@@ -1935,7 +1940,7 @@ class User:
 
     def _write(self, record: Record) -> None:
         record = replace(record, name=self.name or record.name)
-        replace_file(self.folder / "memory.json", ANY.dump_json(vars(record)))
+        replace_file(self.folder / "memory.json", ANY_JSON.dump_json(vars(record)))
         self.record = record
 
     def _replace_facts(self, record: Record) -> None:
@@ -2006,7 +2011,7 @@ class AtomicStorage(Storage):
         return load_file(self.path, parse_tables)
 
     def write(self, data: Any) -> None:
-        replace_file(self.path, ANY.dump_json(data))
+        replace_file(self.path, ANY_JSON.dump_json(data))
 
 
 def open_database(folder: Path, session_id: str) -> TinyDB:

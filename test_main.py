@@ -1421,6 +1421,7 @@ async def test_facts_beyond_the_bound_go_lowest_score_first(learner, tmp_path):
     ("Japanese", "はい、犬を飼っています。", "犬を飼っています", True),
     ("Korean", "저는 부산에 살아요", "부산에 살아요", True),
     ("nothing", "I like tea!", "!", False),
+    ("two other letters", "I like tea", "Bo", False),
     ("other words", "I like tea", "I have a dog", False),
 )
 def test_a_quote_is_said_if_nearly_all_of_its_letters_are(query, evidence, said):
@@ -1522,7 +1523,6 @@ def test_a_part_of_a_fact_is_told_in_its_own_words(fact, text, is_part):
     ("Vietnamese", "Người dùng ăn chay", "Nguoi dung an chay", True),
     ("two names", "User's friend is named Jan.", "User's friend is named Jane.", False),
     ("has and is", "User has a tenant.", "User is a tenant.", False),
-    ("not", "User likes cats", "User does not like cats", False),
     ("Spanish", "El usuario tiene médico.", "El usuario es médico.", False),
     ("Chinese not", "用户喜欢猫", "用户不喜欢猫", False),
     ("signs", "User likes C++", "User likes C#", False),
