@@ -59,6 +59,7 @@ Key = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 # These are not read from the environment, because only tests change them.
 ONLY_IN_CODE = {"ping_after", "unread_limit", "learn_delay", "retry_delay"}
+ONLY_IN_CODE |= {"users_in_memory"}
 GONE = {"SUMMARIES", "MAX_CONCURRENT_TURNS"}  # settings of earlier versions
 
 

@@ -87,6 +87,7 @@ class Settings:
     hint_k: NonNegativeInt = 8  # facts from search, besides the profile
     history_turns: PositiveInt = 6  # newest turns that are never summarized
     max_facts: PositiveInt = 2000  # per user
+    users_in_memory: PositiveInt = 1000  # the newest; others are read again if needed
     learn_concurrency: PositiveInt = 4  # users learned from at the same time
     embedding_timeout: Seconds = 2.0  # before a first token; five times in a tool
     rerank_timeout: Seconds = 0.5
@@ -193,8 +194,6 @@ def cut_middle(text: str, max_bytes: int) -> str:
 
 
 # --- Memory ---
-
-USERS_IN_MEMORY = 1000  # the newest; others are read again when they are needed
 
 
 class Memory:
@@ -317,7 +316,7 @@ class Memory:
             user = self.users[folder] = User(self, self.folder / folder)
         self.newest[folder] = user
         self.newest.move_to_end(folder)
-        if len(self.newest) > USERS_IN_MEMORY:
+        if len(self.newest) > self.settings.users_in_memory:
             self.newest.popitem(last=False)
         return user
 

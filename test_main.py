@@ -2187,19 +2187,19 @@ def test_a_second_service_on_a_folder_ends_with_one_line(chat, model):
     assert chat.ask("Hi!")[-1]["type"] == "done"
 
 
-async def test_a_user_whose_turn_runs_is_never_there_twice(opened, monkeypatch):
-    monkeypatch.setattr(memory, "USERS_IN_MEMORY", 2)
-    async with opened.turn("ann", MONDAY) as turn:
-        for n in range(5):
-            await say(opened, "Hi!", user=f"user{n}")
-        assert opened.user("ann") is turn.user
-        await say(opened, "I ski", session=TUESDAY)
-        await turn.save("I swim", "Noted.")
-    assert {row["query"] for row in turn.user.unlearned} == {"I ski", "I swim"}
-    await opened.idle()
-    del turn
-    gc.collect()
-    assert len(opened.users) == 2
+async def test_a_user_whose_turn_runs_is_never_there_twice(learner, tmp_path):
+    async with open_memory(tmp_path, learner, users_in_memory=2) as opened:
+        async with opened.turn("ann", MONDAY) as turn:
+            for n in range(5):
+                await say(opened, "Hi!", user=f"user{n}")
+            assert opened.user("ann") is turn.user
+            await say(opened, "I ski", session=TUESDAY)
+            await turn.save("I swim", "Noted.")
+        assert {row["query"] for row in turn.user.unlearned} == {"I ski", "I swim"}
+        await opened.idle()
+        del turn
+        gc.collect()
+        assert len(opened.users) == 2
 
 
 async def test_turns_of_a_deleted_user_end_or_begin_again(opened, tmp_path):
