@@ -786,7 +786,7 @@ def test_silence_is_a_timeout(start, model):
 
 @pytest.mark.parametrize("key", ["sk-1234567890abcdef1234", "9f8a7b6c5d4e3f2a1b0c"])
 def test_a_refusal_is_told_in_the_endpoints_words_without_keys(start, model, key):
-    model.answers = [fails(400, f"Wrong key: {key}. Ask me.")] * 2
+    model.answers = [fails(400, f"No access for {key}. Ask me.")] * 2
     with start(openai_api_key=key) as chat:
         told = [chat.ask("Hi!")[-1]["message"], chat.post("Hi!").text]
     assert ["Ask me." in words for words in told] == [True, True]
@@ -894,8 +894,10 @@ def test_calls_run_together_and_results_keep_their_order(chat, model, monkeypatc
     second_ran = threading.Event()
 
     def meet(is_second: bool) -> bool:
-        """Wait for the second call."""
-        return second_ran.set() if is_second else second_ran.wait(10)
+        """Wait for the second call, and a moment more."""
+        if is_second:
+            return second_ran.set()
+        return second_ran.wait(10) and not time.sleep(0.1)
 
     monkeypatch.setitem(tools.TOOLS, "meet", meet)
     first, second = '{"is_second": false}', '{"is_second": true}'
@@ -1705,7 +1707,6 @@ async def test_delete_and_update_are_one(opened, learner, fact, query, text, kno
 @cases(
     "asked, message, fact",  # what the assistant asked before, if it did
     ("digits", None, "I have two kids", "User has 2 children."),
-    ("a city in full", None, "Moved to LA", "User lives in Los Angeles."),
     ("German", None, "Ich fahre mit dem Rad zur Arbeit", "User cycles to work."),
     ("Russian", None, "Я работаю учителем", "User works as a teacher."),
     ("Hindi", None, "मैं वकील हूँ", "User is a lawyer."),
@@ -1726,7 +1727,6 @@ async def test_a_true_fact_is_kept_in_any_words(opened, learner, asked, message,
 @cases(
     "fact, asked, message, text",  # a text replaces the fact; None deletes it
     ("it has ended", "Works at Shell.", "Still at Shell?", "No, I left", None),
-    ("a death", "Has a dog named Rex.", "How is Rex?", "He died in May", None),
     ("another language", "Lives with Eva.", "Hm.", "Eva y yo lo dejamos", None),
     ("a place", "Lives in LA.", "Moving?", "Yes, to SF", "In San Francisco."),
     ("an accent", "Is called Zoe.", "Zoe?", "Zoë, with dots", "Is called Zoë."),
