@@ -1462,8 +1462,8 @@ def rank(
 ) -> list[tuple[int, float]]:
     """Return the places of relevant texts, with scores from 0 to 1.
 
-    The best of n texts reaches sqrt(2 ln n) deviations by chance. Below MIN_TEXTS texts, each
-    that has a vector or a word of the query is relevant.
+    The best of n texts reaches sqrt(2 ln n) deviations by chance. Below MIN_TEXTS, each
+    text that has a vector or a word of the query is relevant.
     """
     evidence = meaning(vector, vectors) + ALL_WORDS * word_shares(query, texts)
     chance, best = math.sqrt(2 * math.log(max(len(texts), 2))), evidence.max()
